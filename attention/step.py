@@ -1,0 +1,153 @@
+"""AttentionStep: the schedule of one layer's attention. Host code only; the ops are in `reference` and `kernels`."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import reference
+from specialized_decode.attention.candidates import CandidateOverlap
+from specialized_decode.attention.index_tables import SparseIndexTables
+from specialized_decode.attention.mla import SparseMlaDecode
+from specialized_decode.attention.projections import LowBatchLinear
+from specialized_decode.attention.views import AttentionView, LayerCaches
+from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
+
+
+@dataclass
+class AuxStreams:
+    """The streams beside attention's critical path: one for the compressor and its caches, one for the indexer."""
+
+    compressor: SideStream
+    indexer: SideStream
+
+    def join(self) -> None:
+        """Joins both, in whatever state an error left them."""
+        self.compressor.join()
+        self.indexer.join()
+
+
+class AttentionStep:
+    """One layer's attention in a captured step.
+
+    tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
+    cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
+    layer that publishes candidate blocks, or restricts itself to them.
+    """
+
+    def __init__(
+        self,
+        attn: AttentionView,
+        tables: SparseIndexTables,
+        mla: SparseMlaDecode,
+        publisher: PublishingMxfp8Linear | None,
+        mxfp8_input: bool,
+        source: CandidateOverlap | None,
+        consumer: CandidateOverlap | None,
+        aux: AuxStreams,
+    ) -> None:
+        self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
+        self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
+        self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv)
+        self.wq_b, self.wo_a, self.wo_b = (LowBatchLinear(w) for w in (attn.wq_b, attn.wo_a, attn.wo_b))
+
+    def run(self, x: Tensor, quant: QuantizedInput | None, positions: Tensor, step: StepGates) -> Tensor:
+        """x: [T, hidden] bfloat16, the normed input, quant its MXFP8 form where asked for; positions: [T] int64.
+
+        Writes this step's cache entries. Returns the TP-partial output [T, hidden], published where a publisher is
+        set and the step is low-batch.
+        """
+        attn, caches = self.attn, self.attn.metadata()
+        cos_sin = attn.cos_sin[positions]
+        self._compress(x, positions, caches, step)
+        index_weights = self._index_weights(x, step)
+        qr, kv = self.fused_wqa_wkv(x, step).split([attn.q_lora_rank, attn.head_dim], 1)
+        qr = reference.rms_norm(qr, attn.q_norm, attn.eps)
+        self._index(qr, index_weights, positions, cos_sin, caches, step)
+        q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
+        q = reference.rope_tail(q, cos_sin.unsqueeze(1))
+        assert attn.window_cache is not None
+        kv = reference.rms_norm(kv, attn.kv_norm, attn.eps)
+        reference.insert_kv(attn.window_cache, caches.window.slot_mapping, kv, cos_sin)
+        self.aux.join()
+        out = self.mla(attn, q, positions, caches)
+        return self._output(reference.rope_tail(out, cos_sin.unsqueeze(1), inverse=True), step)
+
+    @staticmethod
+    def _beside(stream: SideStream, step: StepGates) -> AbstractContextManager[None]:
+        return stream.fork() if step.overlap_inputs else nullcontext()
+
+    def _compress(self, x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates) -> None:
+        """A KV source's latents into the compressed cache, and the index keys made of them. Depends on x alone."""
+        attn, compressor, indexer = self.attn, self.attn.compressor, self.attn.indexer
+        if compressor is None:
+            return
+        assert indexer is not None and indexer.wk is not None and indexer.k_norm is not None
+        assert caches.compressed is not None and caches.index is not None
+        assert attn.compressed_cache is not None and indexer.k_cache is not None
+        with self._beside(self.aux.compressor, step):
+            kv_score = compressor.fused_wkv_wgate(x, torch.float32)
+            latent = reference.compress(compressor, kv_score, positions, caches.ring)
+            # A latent stands for its group's first token.
+            cos_sin = attn.cos_sin[positions - positions % compressor.ratio]
+            reference.insert_kv(attn.compressed_cache, caches.compressed.slot_mapping, latent, cos_sin)
+            key = reference.rms_norm(indexer.wk(latent), indexer.k_norm, indexer.eps)
+            reference.insert_index_keys(indexer.k_cache, caches.index.slot_mapping, key, cos_sin)
+
+    def _index_weights(self, x: Tensor, step: StepGates) -> Tensor | None:
+        """The indexer's head weights [T, heads] before scaling. Depends on x alone."""
+        if self.attn.indexer is None:
+            return None
+        with self._beside(self.aux.indexer, step):
+            return self.attn.indexer.weights_proj(x)
+
+    def _index(
+        self,
+        qr: Tensor,
+        weights: Tensor | None,
+        positions: Tensor,
+        cos_sin: Tensor,
+        caches: LayerCaches,
+        step: StepGates,
+    ) -> None:
+        """An index source's selection, and the table of where it lies, for the layers that share it."""
+        attn, indexer = self.attn, self.attn.indexer
+        if indexer is None:
+            return
+        assert weights is not None and caches.index is not None and caches.compressed is not None
+        assert indexer.k_cache is not None
+        with self._beside(self.aux.indexer, step):
+            heads = indexer.wq_b(qr).unflatten(1, (indexer.num_heads, indexer.head_dim))
+            q, scaled = reference.index_queries(heads, weights, cos_sin)
+            # This step's keys are written first; here that stream ends.
+            self.aux.compressor.join()
+            scores = reference.index_scores(indexer.k_cache, caches.index, indexer.ratio, q, scaled, positions)
+            scores = self._candidates(scores, positions, step)
+            selection = attn.selection.topk_indices
+            selection[: qr.shape[0]] = reference.top_positions(scores, selection.shape[1])
+            self.tables.publish(attn.layer_id)
+            self.tables.selected(attn, caches.compressed, caches.window)
+
+    def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:
+        """Publishes the source's candidate blocks, or restricts a consumer's scores to them."""
+        indexer, blocks = self.attn.indexer, self.attn.selection.candidate_blocks
+        assert indexer is not None
+        if blocks is None:
+            return scores
+        rows, width = scores.shape
+        if self.source is not None:
+            closed = (positions + 1) // indexer.ratio
+            size, count = indexer.candidate_block_size, blocks.shape[1]
+            blocks[:rows] = reference.candidate_blocks(scores, closed, size, count)
+            self.source.fork(blocks[:rows], width, step)
+        elif self.consumer is not None:
+            scores = scores.masked_fill(~self.consumer.join(blocks[:rows], width), float("-inf"))
+        return scores
+
+    def _output(self, out: Tensor, step: StepGates) -> Tensor:
+        """Head outputs [T, heads, 512] -> [T, hidden] through the grouped low-rank projection."""
+        low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups)
+        if step.low_batch and self.publisher is not None:
+            return self.publisher(low, self.wo_b.prepared)
+        return self.wo_b(low, step)

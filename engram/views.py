@@ -1,0 +1,18 @@
+"""What the Engram step reads of the model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from specialized_decode.boundary import LinearView
+
+
+class EngramView(Protocol):
+    """One Engram layer: wkv [(n + 1) hidden, columns dim]; q_weight, k_weight [n, hidden]; staged [max tokens,
+    columns dim] bfloat16, the rows that the running batch looked up before its layers."""
+
+    eps: float
+    wkv: LinearView
+    q_weight: Tensor
+    k_weight: Tensor
+    staged: Tensor

@@ -1,0 +1,28 @@
+"""The executor: composes the step packages into captured decode steps."""
+
+from specialized_decode.runtime.decode_step import DecodeStep, step_gates
+from specialized_decode.runtime.executor import (
+    DecodeConfig,
+    DecodeOutput,
+    LayerPlan,
+    SpecializedDecode,
+    UnsupportedTarget,
+)
+from specialized_decode.runtime.graphs import captures_pure_decode
+from specialized_decode.runtime.host import DecoderLayerView, Host, Target
+from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS
+
+__all__ = [
+    "FUSED_MHC_MAX_ROWS",
+    "DecodeConfig",
+    "DecodeOutput",
+    "DecodeStep",
+    "DecoderLayerView",
+    "Host",
+    "LayerPlan",
+    "SpecializedDecode",
+    "Target",
+    "UnsupportedTarget",
+    "captures_pure_decode",
+    "step_gates",
+]

@@ -1,0 +1,291 @@
+"""SpecializedDecode: the decoder layers of pure decode batches, run inside FULL graphs in the stock layers' place."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+from specialized_decode.attention.step import AuxStreams
+from specialized_decode.boundary import (
+    Boundaries,
+    BoundaryAllReduce,
+    BoundaryState,
+    CudaSideStream,
+    PublishingMxfp8Linear,
+    QuantizedInput,
+    SideStream,
+)
+from specialized_decode.boundary import reference as boundary_reference
+from specialized_decode.engram import EngramPrefetch, EngramView
+from specialized_decode.logits import LowBatchHead
+from specialized_decode.moe import MoEStep, build_routed_expert_gemms
+from specialized_decode.runtime.decode_step import DecodeStep, step_gates
+from specialized_decode.runtime.graphs import captures_pure_decode
+from specialized_decode.runtime.host import DecoderLayerView, Target, device_of
+from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_family
+from specialized_decode.runtime.warmup import warm_up
+
+logger = logging.getLogger(__name__)
+
+OPTION = "decode_backend=latency_specialized"
+ATTENTION_CLASSES = ("plain", "flashmla_sparse", "flashinfer_sparse")
+
+# Hidden states [T, hidden], or those and the aux hidden states in the order asked for.
+DecodeOutput = Tensor | tuple[Tensor, list[Tensor]]
+
+
+class UnsupportedTarget(RuntimeError):
+    """The executor cannot run this backbone here; the message says why and names the option that asked for it."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
+    run once at start, so that no capture compiles."""
+
+    autotune: bool = False
+    jit_warmup: bool = True
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer of the executor: the backbone's layer and the steps that run it."""
+
+    layer_id: int
+    layer: DecoderLayerView
+    attention: AttentionStep
+    moe: MoEStep
+    engram: EngramView | None
+
+
+class SpecializedDecode:
+    """The executor over one backbone's local layers. Build it with `for_target`, once the weights are loaded."""
+
+    def __init__(self, target: Target, config: DecodeConfig, lm_head: Tensor) -> None:
+        self.target, self.config, self.host = target, config, target.host
+        self.device = device_of(target)
+        self.gates = GATES[gpu_family(self.device)]
+        widths = target.config
+        group = self.host.tp_group
+        self.all_reduce = BoundaryAllReduce(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device)
+        self.boundaries = Boundaries(self.all_reduce, self._stream("mhc"), widths.hc_mult)
+        self.tables = SparseIndexTables()
+        self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
+        self.candidates = self._candidates()
+        self.layers = self._plan_layers()
+        engrams = {plan.layer_id: plan.engram for plan in self.layers if plan.engram is not None}
+        streams = {layer: self._stream(f"engram {layer}") for layer in engrams}
+        self.engram = EngramPrefetch(engrams, streams, FUSED_MHC_MAX_ROWS)
+        self.swa_prefixes = tuple(dict.fromkeys(plan.layer.attn.window_prefix for plan in self.layers))
+        self.head = LowBatchHead(lm_head, group, widths.vocab_size)
+
+    @classmethod
+    def for_target(cls, backbone: Target, config: DecodeConfig, lm_head: Tensor) -> "SpecializedDecode":
+        """Builds the executor; collective over the TP group.
+
+        lm_head: [vocab local, hidden]. Raises UnsupportedTarget on every rank when any rank cannot run it.
+        """
+        reasons = _refusals(backbone)
+        if backbone.host.tp_group.min(0 if reasons else 1) == 0:
+            said = "; ".join(reasons) or "another rank of the TP group cannot run it; see its message"
+            raise UnsupportedTarget(f"{OPTION} cannot run here: {said}")
+        executor = cls(backbone, config, lm_head)
+        if config.jit_warmup:
+            warm_up(executor)
+        return executor
+
+    def refusal(self, positions: Tensor, intermediate_tensors: object | None) -> str | None:
+        """Why the running forward stays on the stock layers, or None where a step is granted."""
+        rows = positions.shape[0]
+        if intermediate_tensors is not None:
+            return "pipeline parallelism hands over intermediate tensors"
+        if not 0 < rows <= FUSED_MHC_MAX_ROWS:
+            return f"{rows} rows are not 1 to {FUSED_MHC_MAX_ROWS}"
+        if not self.host.forward_context_available():
+            return "no forward context"
+        if not self.host.capturing():
+            return "not captured into a graph"
+        if not captures_pure_decode(self.host, self.swa_prefixes):
+            return "not a FULL capture of a pure decode batch"
+        return None
+
+    def plan(self, positions: Tensor, intermediate_tensors: object | None) -> DecodeStep | None:
+        """The step that runs the running forward's layers, or None for the stock layers.
+
+        positions: [T]. Before each capture a forward runs outside it; that one warms the candidate overlap.
+        """
+        reason = self.refusal(positions, intermediate_tensors)
+        if reason is None:
+            return step_gates(positions.shape[0], self)
+        in_range = intermediate_tensors is None and 0 < positions.shape[0] <= FUSED_MHC_MAX_ROWS
+        if (
+            in_range
+            and self.candidates is not None
+            and self.host.forward_context_available()
+            and not self.host.capturing()
+        ):
+            self.candidates.warm(positions.shape[0])
+        return None
+
+    def run(
+        self,
+        step: DecodeStep,
+        x: Tensor,
+        positions: Tensor,
+        input_ids: Tensor,
+        engram_hashes: Tensor | None,
+        engram_mask: Tensor | None,
+    ) -> DecodeOutput:
+        """Runs the layers of one step.
+
+        x: [T, hidden] embeddings; positions, input_ids: [T]; engram_hashes: [T, Engram layers, columns] or None for
+        layers without Engram; engram_mask: [T] bool, False for tokens that take no part. On any exception every
+        forked stream is joined before the error goes on, and the next step starts clean.
+        """
+        self.tables.reset()
+        self.all_reduce.reset()
+        if self.candidates is not None:
+            self.candidates.reset()
+        try:
+            return self._run(step, x, positions, input_ids, engram_hashes, engram_mask)
+        finally:
+            self._join_side_work()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [T, hidden] -> all ranks' logits [T, vocab] float32."""
+        return self.head(hidden)
+
+    def _run(
+        self,
+        step: DecodeStep,
+        x: Tensor,
+        positions: Tensor,
+        input_ids: Tensor,
+        engram_hashes: Tensor | None,
+        engram_mask: Tensor | None,
+    ) -> DecodeOutput:
+        mask = engram_mask if engram_hashes is not None else None
+        if mask is not None and step.engram_prefetch and self.engram.engrams:
+            self.engram.start(step.rows)
+        state: BoundaryState | None = None
+        aux: dict[int, Tensor] = {}
+        for plan in self.layers:
+            x, quant, state = self._enter(plan, x, state, step, mask, aux)
+            state.pending = plan.attention.run(x, quant, positions, step)
+            self.boundaries.join()
+            x, _, _ = self.boundaries.sublayer(plan.layer, True, state, step)
+            state.pending = plan.moe.run(x, input_ids, step)
+            self.boundaries.join()
+        assert state is not None, "a backbone has layers"
+        residual = self.boundaries.post_only(state)
+        if len(self.layers) in self.target.aux_layers:
+            aux[len(self.layers)] = boundary_reference.stream_mean(residual)
+        self._join_side_work()
+        return self._head(residual, state.pre, aux)
+
+    def _enter(
+        self,
+        plan: LayerPlan,
+        x: Tensor,
+        state: BoundaryState | None,
+        step: DecodeStep,
+        engram_mask: Tensor | None,
+        aux: dict[int, Tensor],
+    ) -> tuple[Tensor, QuantizedInput | None, BoundaryState]:
+        """The boundary into a layer's attention: its input, that input's MXFP8 form, the new state."""
+        layer, wants_aux = plan.layer, plan.layer_id in self.target.aux_layers
+        if state is None:
+            # On the first layer Engram is never applied: the streams are still the bare embedding.
+            x, state = self.boundaries.first(layer, x, step)
+            return x, None, state
+        if plan.engram is not None and engram_mask is not None:
+            residual = self.boundaries.post_only(state)
+            if wants_aux:
+                aux[plan.layer_id] = boundary_reference.stream_mean(residual)
+            residual = self.engram.forward(plan.layer_id, residual, engram_mask)
+            return self.boundaries.pre(layer, residual, state, step), None, state
+        quantize = plan.attention.mxfp8_input
+        x, quant, mean = self.boundaries.sublayer(layer, False, state, step, quantize=quantize, capture_aux=wants_aux)
+        if mean is not None:
+            aux[plan.layer_id] = mean
+        return x, quant, state
+
+    def _head(self, residual: Tensor, pre: Tensor, aux: dict[int, Tensor]) -> DecodeOutput:
+        """residual: [T, n, hidden] final streams; pre: [T, n] -> hidden states, and the aux ones if any."""
+        buffer = self.target.mtp_hidden_buffer
+        if buffer is not None:
+            buffer[: residual.shape[0]].copy_(residual.flatten(1))
+        collapsed = boundary_reference.collapse(residual, pre)
+        hidden = boundary_reference.rms_norm(collapsed, self.target.norm, self.target.config.rms_norm_eps)
+        wanted = self.target.aux_layers
+        return (hidden, [aux[layer] for layer in wanted]) if wanted else hidden
+
+    def side_streams(self) -> list[SideStream]:
+        """Every stream that a step may fork to."""
+        streams = [self.aux_streams.compressor, self.aux_streams.indexer, *self.engram.streams.values()]
+        if self.candidates is not None:
+            streams.append(self.candidates.stream)
+        return [*streams, self.boundaries.stream]
+
+    def _join_side_work(self) -> None:
+        """Joins every stream that a step may have forked, and drops what nobody waited for."""
+        for stream in self.side_streams():
+            stream.join()
+        self.engram.join()
+
+    def _stream(self, name: str) -> SideStream:
+        return CudaSideStream(self.device) if self.device.type == "cuda" else self.host.emulated_stream(name)
+
+    def _candidates(self) -> CandidateOverlap | None:
+        source = self.target.config.candidate_source_layer_id
+        sizes = [
+            layer.attn.indexer.candidate_block_size
+            for layer in self.target.layers
+            if layer.attn.indexer is not None and layer.layer_id == source
+        ]
+        return CandidateOverlap(self._stream("candidates"), sizes[0]) if sizes else None
+
+    def _plan_layers(self) -> list[LayerPlan]:
+        layers: Sequence[DecoderLayerView] = self.target.layers
+        mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
+        publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
+        gemms = build_routed_expert_gemms([layer.ffn for layer in layers])
+        plans = []
+        for layer, gemm in zip(layers, gemms, strict=True):
+            indexer = layer.attn.indexer
+            attention = AttentionStep(
+                layer.attn,
+                self.tables,
+                mla,
+                publisher,
+                # No projection of ours takes MXFP8 inputs yet.
+                mxfp8_input=False,
+                source=self.candidates if indexer is not None and indexer.candidate_source else None,
+                consumer=self.candidates if indexer is not None and indexer.candidate_consumer else None,
+                aux=self.aux_streams,
+            )
+            moe = MoEStep(layer.ffn, gemm, self.gates.low_batch)
+            engram = layer.engram if layer.layer_id > 0 else None
+            plans.append(LayerPlan(layer.layer_id, layer, attention, moe, engram))
+        return plans
+
+
+def _refusals(target: Target) -> list[str]:
+    """Why the executor cannot run `target`, all of it."""
+    reasons = []
+    if target.attention_class not in ATTENTION_CLASSES:
+        known = ", ".join(ATTENTION_CLASSES)
+        reasons.append(f"attention class: found {target.attention_class}, expected one of {known}")
+    try:
+        gpu_family(device_of(target))
+    except ValueError as error:
+        reasons.append(str(error))
+    hidden = target.config.hidden_size
+    if hidden % boundary_reference.MX_BLOCK:
+        reasons.append(f"hidden size: found {hidden}, expected a multiple of {boundary_reference.MX_BLOCK}")
+    if not target.layers:
+        reasons.append("layers: found none, expected at least one on this rank")
+    return reasons

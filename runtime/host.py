@@ -1,0 +1,93 @@
+"""The seam between the executor and the engine that runs it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import AttentionView
+from specialized_decode.boundary import BoundaryLayer, SideStream, TpGroup
+from specialized_decode.engram import EngramView
+from specialized_decode.moe import MoEView
+
+
+class Host(Protocol):
+    """What a step's plan may ask. Every answer is host state that all ranks share; nothing reads the device back."""
+
+    tp_group: TpGroup
+    multi_stream_threshold: int
+
+    def forward_context_available(self) -> bool:
+        """Whether a forward is running."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+
+    def graph_mode(self) -> str:
+        """The running forward's graph mode: NONE, PIECEWISE or FULL."""
+
+    def attention_metadata(self) -> object | None:
+        """The attention metadata: a mapping of cache name to metadata, or something else outside plain batches."""
+
+    def emulated_stream(self, name: str) -> SideStream:
+        """A side stream on a device that has none; never asked on CUDA."""
+
+
+class DecoderLayerView(BoundaryLayer, Protocol):
+    """One decoder layer."""
+
+    @property
+    def attn(self) -> AttentionView: ...
+    @property
+    def ffn(self) -> MoEView: ...
+    @property
+    def engram(self) -> EngramView | None: ...
+
+
+class TargetConfig(Protocol):
+    """The hyper-parameters that the executor reads, under the release's names."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def hc_mult(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def candidate_source_layer_id(self) -> int: ...
+
+
+class Target(Protocol):
+    """A backbone's local layers, bound to its host. `attention_class` names how its attention is implemented."""
+
+    norm: Tensor
+    mtp_hidden_buffer: Tensor | None
+    aux_layers: tuple[int, ...]
+    attention_class: str
+
+    @property
+    def config(self) -> TargetConfig: ...
+    @property
+    def layers(self) -> Sequence[DecoderLayerView]: ...
+    @property
+    def host(self) -> Host: ...
+
+
+class PrefillCount(Protocol):
+    """The one field of a window cache's metadata that says whether a batch only decodes."""
+
+    @property
+    def num_prefills(self) -> int: ...
+
+
+Metadata = Mapping[str, PrefillCount]
+
+
+def device_of(target: Target) -> torch.device:
+    """The device that the target's weights are on."""
+    return target.norm.device

@@ -1,0 +1,45 @@
+"""The gates' row counts, one table per GPU family. Pure data and pure functions.
+
+A number stands here with its measurement. Until a family's kernels are measured, its row carries the limits that the
+reference ops are tested at, and says so.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# The most rows of a step: the fused boundary's largest launch.
+FUSED_MHC_MAX_ROWS = 384
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """Row counts up to which a gate is open.
+
+    mhc_overlap: coefficients and aux means on the side stream; low_batch: low-batch GEMMs; overlap: candidate
+    expansion beside the layers; engram_prefetch: Engram WKV ahead of the layers.
+    """
+
+    mhc_overlap: int
+    low_batch: int
+    overlap: int
+    engram_prefetch: int
+
+
+# Not measured: no family has kernels of its own yet, and the reference ops' times say nothing about them.
+_UNMEASURED = GateRows(mhc_overlap=48, low_batch=8, overlap=48, engram_prefetch=48)
+GATES = {"cpu": _UNMEASURED, "hopper": _UNMEASURED, "blackwell": _UNMEASURED}
+
+
+def gpu_family(device: torch.device) -> str:
+    """cpu, hopper or blackwell. Raises ValueError for a GPU of another family."""
+    if device.type == "cpu":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    families = {9: "hopper", 10: "blackwell"}
+    if major not in families:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"GPU: found {name} (compute capability {major}.{minor}), expected Hopper (9.x) or Blackwell (10.x)"
+        )
+    return families[major]
