@@ -1,6 +1,6 @@
 """SparseIndexTables: where the positions that attention reads lie in the caches."""
 
-from collections.abc import Hashable
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class SparseIndexTables:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Hashable, Tensor] = {}
+        self._tables: dict[tuple[Any, ...], Tensor] = {}
         self.built = 0
 
     def reset(self) -> None:
@@ -44,6 +44,6 @@ class SparseIndexTables:
             self._put(key, reference.position_slots(meta, states.masked_fill(window.slot_mapping.unsqueeze(1) < 0, -1)))
         return self._tables[key]
 
-    def _put(self, key: Hashable, table: Tensor) -> None:
+    def _put(self, key: tuple[Any, ...], table: Tensor) -> None:
         self._tables[key] = table
         self.built += 1

@@ -141,20 +141,20 @@ def index_queries(q: Tensor, weights: Tensor, cos_sin: Tensor) -> tuple[Tensor, 
 def index_scores(cache: Tensor, meta: CacheView, ratio: int, q: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
     """[T, n] float32 scores of all compressed positions a request may hold, -inf past its last closed group.
 
-    score = scale_k * sum_h weight_h * relu(q_h . k).
+    score = scale_k * sum_h weight_h * relu(q_h . k), in float64, where products of FP8 values and their sums are exact.
     """
     column = torch.arange(max(meta.max_seq_len // ratio, 1), device=q.device)
     blocks = meta.block_table[meta.token_to_req.long()].long()
     values, scales = page_planes(cache, INDEX_DIM, 4)
-    step = max(1, _CHUNK_BYTES[q.device.type] // (4 * INDEX_DIM * column.shape[0]))
+    step = max(1, _CHUNK_BYTES[q.device.type] // (8 * INDEX_DIM * column.shape[0]))
     chunks = []
     for start in range(0, q.shape[0], step):
         part = slice(start, start + step)
         index = (blocks[part][:, column // meta.states], column % meta.states)
-        keys = values[index].view(torch.float8_e4m3fn).float()
-        dots = torch.bmm(q[part].float(), keys.transpose(1, 2)).relu()
+        keys = values[index].view(torch.float8_e4m3fn).double()
+        dots = torch.bmm(q[part].double(), keys.transpose(1, 2)).relu()
         total = (weights[part].unsqueeze(2) * dots).sum(1)
-        chunks.append(total * scales[index].contiguous().view(torch.float32).squeeze(2))
+        chunks.append((total * scales[index].contiguous().view(torch.float32).squeeze(2)).float())
     closed = (positions + 1) // ratio
     return torch.cat(chunks).masked_fill(column >= closed.unsqueeze(1), _NEGATIVE_INFINITY)
 
@@ -188,8 +188,9 @@ def top_positions(scores: Tensor, count: int) -> Tensor:
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    values, indices = scores.topk(min(count, scores.shape[1]), 1)
-    chosen = torch.where(values == _NEGATIVE_INFINITY, -1, indices).int()
+    # Stable, so that of equal scores the earlier column wins, however wide the row is.
+    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    chosen = torch.where(values == _NEGATIVE_INFINITY, -1, indices)[:, :count].int()
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 
 

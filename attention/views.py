@@ -45,37 +45,57 @@ class CompressorView(Protocol):
     """fused_wkv_wgate: [ratio * 512, hidden] BF16, values then scores; norm: [512]; state_cache: [rings, rows, 1024]
     float32, the open group's rows, for ratio 2."""
 
-    ratio: int
-    fused_wkv_wgate: LinearView
-    norm: Tensor
-    eps: float
-    state_cache: Tensor | None
+    @property
+    def ratio(self) -> int: ...
+    @property
+    def fused_wkv_wgate(self) -> LinearView: ...
+    @property
+    def norm(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def state_cache(self) -> Tensor | None: ...
 
 
 class IndexerView(Protocol):
     """wq_b: [heads * 128, q rank]; weights_proj: [heads, hidden]; wk: [128, 512] and k_norm: [128] where the layer
     owns the index keys; k_cache: [blocks, states, 132] uint8."""
 
-    num_heads: int
-    head_dim: int
-    topk: int
-    ratio: int
-    eps: float
-    candidate_source: bool
-    candidate_consumer: bool
-    candidate_block_size: int
-    wq_b: LinearView
-    weights_proj: LinearView
-    wk: LinearView | None
-    k_norm: Tensor | None
-    k_cache: Tensor | None
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def ratio(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def candidate_source(self) -> bool: ...
+    @property
+    def candidate_consumer(self) -> bool: ...
+    @property
+    def candidate_block_size(self) -> int: ...
+    @property
+    def wq_b(self) -> LinearView: ...
+    @property
+    def weights_proj(self) -> LinearView: ...
+    @property
+    def wk(self) -> LinearView | None: ...
+    @property
+    def k_norm(self) -> Tensor | None: ...
+    @property
+    def k_cache(self) -> Tensor | None: ...
 
 
 class SelectionView(Protocol):
     """topk_indices: [max tokens, topk] int32; candidate_blocks: [max tokens, blocks] int32 or None."""
 
-    topk_indices: Tensor
-    candidate_blocks: Tensor | None
+    @property
+    def topk_indices(self) -> Tensor: ...
+    @property
+    def candidate_blocks(self) -> Tensor | None: ...
 
 
 class AttentionView(Protocol):
@@ -86,29 +106,52 @@ class AttentionView(Protocol):
     compressed_cache: [blocks, states, 584] uint8.
     """
 
-    layer_id: int
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    window_size: int
-    compress_ratio: int
-    index_source: int | None
-    kv_source: int | None
-    eps: float
-    scale: float
-    fused_wqa_wkv: LinearView
-    wq_b: LinearView
-    wo_a: LinearView
-    wo_b: LinearView
-    q_norm: Tensor
-    kv_norm: Tensor
-    sinks: Tensor
-    cos_sin: Tensor
-    window_cache: Tensor | None
-    compressed_cache: Tensor | None
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int: ...
+    @property
+    def o_groups(self) -> int: ...
+    @property
+    def o_lora_rank(self) -> int: ...
+    @property
+    def window_size(self) -> int: ...
+    @property
+    def compress_ratio(self) -> int: ...
+    @property
+    def index_source(self) -> int | None: ...
+    @property
+    def kv_source(self) -> int | None: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def fused_wqa_wkv(self) -> LinearView: ...
+    @property
+    def wq_b(self) -> LinearView: ...
+    @property
+    def wo_a(self) -> LinearView: ...
+    @property
+    def wo_b(self) -> LinearView: ...
+    @property
+    def q_norm(self) -> Tensor: ...
+    @property
+    def kv_norm(self) -> Tensor: ...
+    @property
+    def sinks(self) -> Tensor: ...
+    @property
+    def cos_sin(self) -> Tensor: ...
+    @property
+    def window_cache(self) -> Tensor | None: ...
+    @property
+    def compressed_cache(self) -> Tensor | None: ...
 
     @property
     def compressor(self) -> CompressorView | None: ...

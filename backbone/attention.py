@@ -4,7 +4,7 @@ One 512-wide latent is key and value of every head; its last 64 dimensions are r
 or an indexer of their own read the latest source's below them.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ from specialized_decode.backbone.rope import rotate
 _GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
-class LayerMetadata(NamedTuple):
+@dataclass(frozen=True)
+class LayerMetadata:
     """The running batch's metadata of one layer's caches; None where the layer has no such cache."""
 
     window: CacheMetadata
@@ -155,15 +156,16 @@ class Indexer:
         width = max(meta.max_seq_len // self.ratio, 1)
         columns = torch.arange(width, device=q.device)
         scores = torch.empty(q.shape[0], width, device=q.device)
-        step = max(1, _GATHER_BYTES[q.device.type] // (width * self.head_dim * 4))
+        step = max(1, _GATHER_BYTES[q.device.type] // (width * self.head_dim * 8))
         for start in range(0, q.shape[0], step):
             rows = slice(start, start + step)
             table = meta.block_table.long()[meta.token_to_req.long()[rows]]
             slots = table[:, columns // meta.states] * meta.states + columns % meta.states
             values, scale = gather_records(index_planes(self.k_cache), slots)
-            dots = q[rows] @ values.view(torch.float8_e4m3fn).float().transpose(1, 2)
+            # Products of FP8 values and their sums are exact in float64, so the order of summation cannot matter.
+            dots = q[rows].double() @ values.view(torch.float8_e4m3fn).double().transpose(1, 2)
             total = (dots.relu() * weights[rows].unsqueeze(-1)).sum(1)
-            scores[rows] = total * scale.contiguous().view(torch.float32).squeeze(-1)
+            scores[rows] = (total * scale.contiguous().view(torch.float32).squeeze(-1)).float()
         closed = (positions + 1) // self.ratio
         return scores.masked_fill(columns >= closed.unsqueeze(-1), -torch.inf)
 
@@ -175,9 +177,7 @@ class Indexer:
         closed = (positions + 1) // self.ratio
         newest = torch.arange(blocks.shape[1], device=scores.device) == ((closed - 1) // size).unsqueeze(-1)
         blocks = blocks.masked_fill(newest & (closed > 0).unsqueeze(-1), torch.inf)
-        best = blocks.topk(min(out.shape[1], blocks.shape[1]), -1)
-        out.fill_(-1)
-        out[:, : best.indices.shape[1]] = torch.where(best.values > -torch.inf, best.indices, -1)
+        _write_best(blocks, out)
 
     def restrict(self, scores: Tensor, candidate_blocks: Tensor) -> Tensor:
         """-inf outside the candidate blocks [T, blocks]."""
@@ -191,9 +191,15 @@ class Indexer:
 
     def select(self, scores: Tensor, out: Tensor) -> None:
         """Writes the best `topk` positions of scores [T, n] into out [T, topk] int32, -1 padded."""
-        best = scores.topk(min(self.topk, scores.shape[1]), -1)
-        out.fill_(-1)
-        out[:, : best.indices.shape[1]] = torch.where(best.values > -torch.inf, best.indices, -1)
+        _write_best(scores, out)
+
+
+def _write_best(scores: Tensor, out: Tensor) -> None:
+    """The best columns of scores [T, n] into out [T, k] int32, -1 padded; of equal ones the earlier, whatever n is."""
+    values, columns = scores.sort(dim=-1, descending=True, stable=True)
+    count = min(out.shape[1], scores.shape[1])
+    out.fill_(-1)
+    out[:, :count] = torch.where(values[:, :count] > -torch.inf, columns[:, :count], -1)
 
 
 class Attention:

@@ -210,7 +210,7 @@ class Caches:
         kinds = self._metadata(
             requests, counts, split, owner, positions, valid, self.max_context if static else longest
         )
-        metadata = {name: kinds["window"] for name in self.window.views}
+        metadata = dict.fromkeys(self.window.views, kinds["window"])
         for layer, ratio in self.ratios.items():
             metadata[compressed_name(layer)] = metadata[index_name(layer)] = kinds[f"ratio {ratio}"]
             if ratio > 1:

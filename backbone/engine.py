@@ -11,23 +11,24 @@ from torch import Tensor
 from specialized_decode.backbone.cache import Batch, Caches, Request
 from specialized_decode.backbone.errors import PromptError
 from specialized_decode.backbone.graphs import Graph
-from specialized_decode.backbone.model import DeepseekV41, ModelOutput
+from specialized_decode.backbone.model import NO_EXECUTOR, DeepseekV41, ModelOutput
 
 # Why a step ran the plain layers although an executor was there.
 PREFILL = "prefill"
 NO_GRAPH = "more rows than the largest graph"
-NO_EXECUTOR = "no executor"
 
 
 @dataclass
 class Captured:
-    """A decode step recorded for `batch.num_tokens` rows: replaying reads `batch` and leaves `output`."""
+    """A decode step recorded for `batch.num_tokens` rows: replaying reads `batch` and leaves `output`.
+
+    refusal: why it holds the plain layers; None when it holds an executor's step.
+    """
 
     batch: Batch
     graph: Graph
-    output: list[ModelOutput]
-    by_executor: bool
-    refusal: str
+    output: ModelOutput
+    refusal: str | None
 
 
 @dataclass
@@ -67,18 +68,10 @@ class LocalEngine:
     def capture_step(self, batch: Batch) -> Captured:
         """Captures `batch`, whose tensors become the graph's inputs. The run before the capture is eager."""
         self.forward(batch)
-        executor = self.model.executor
         output: list[ModelOutput] = []
-        planned: list[bool] = []
-
-        def run() -> None:
-            step = None if executor is None else executor.plan(batch.positions, None)
-            planned.append(step is not None)
-            output.append(self.model.forward(batch))
-
-        with self.host.running(batch.metadata):
-            graph = self.host.capture(run)
-        return Captured(batch, graph, output, planned[0], NO_EXECUTOR if executor is None else "refused by its plan")
+        with torch.no_grad(), self.host.running(batch.metadata):
+            graph = self.host.capture(lambda: output.append(self.model.forward(batch)))
+        return Captured(batch, graph, output[0], self.model.refusal)
 
     def prefill(self, requests: list[Request], progress: Callable[[int], None] = lambda tokens: None) -> Tensor:
         """Computes every request's tokens in chunks of at most `max_tokens`; returns logits [R, vocab] of the last."""
@@ -111,18 +104,20 @@ class LocalEngine:
             hidden = self.replay(self.graphs[size], self.caches.batch(padded, [1] * size, static=True), generation)
         for request in requests:
             request.computed += 1
-        return self.model.logits(hidden[:rows])
+        by_executor = size is not None and self.graphs[size].refusal is None
+        executor = self.model.executor if by_executor else None
+        return self.model.logits(hidden[:rows]) if executor is None else executor.compute_logits(hidden[:rows])
 
     def replay(self, captured: Captured, batch: Batch, generation: Generation | None = None) -> Tensor:
         """Replays a captured step on `batch`; returns its hidden states [T, hidden]."""
         captured.batch.load(batch)
         captured.graph.replay()
         if generation is not None:
-            if captured.by_executor:
+            if captured.refusal is None:
                 generation.executor_steps += 1
             else:
                 generation.plain_steps[captured.refusal] += 1
-        return _hidden(captured.output[0])
+        return _hidden(captured.output)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], tokens: int, progress: Callable[[int], None] = lambda step: None

@@ -39,7 +39,7 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., N, K/2] packed e2m1 (low nibble first), UE8M0 [..., N, K/32] -> [..., N, K] in `dtype`; exact in bfloat16."""
+    """[..., N, K/2] packed e2m1 (low nibble first), UE8M0 [..., N, K/32] -> [..., N, K] in `dtype`, exactly."""
     table = torch.tensor(_FP4_VALUES + tuple(-v for v in _FP4_VALUES), dtype=dtype, device=packed.device)
     codes = packed.view(torch.uint8)
     values = table[torch.stack((codes & 15, codes >> 4), -1).int()].flatten(-2)

@@ -5,8 +5,10 @@ runs those operations and no Python, nothing may be read back or sized by data w
 side stream must be joined before it is read and before the capture ends.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -116,43 +118,100 @@ class EmulatedDevice:
                 self._written[_storage(tensor)] = (self.current, clock[self.current])
 
 
+@dataclass
+class _Call:
+    """One recorded operation. `fills` name the places in its arguments that take the values of earlier ones."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    fills: list[tuple[Any, Any, int]]
+    results: list[int]
+    dead: list[int] = field(default_factory=list)
+
+
 class EmulatedGraph(TorchDispatchMode):
-    """Records every operation with its tensors; replays them into the same tensors."""
+    """Records every operation; a replay runs them again in order, on the same outside tensors.
+
+    Tensors that existed before the capture are used where they lie. Of those made inside, the ones still alive when
+    it ends are a graph's outputs: a replay copies into them. All others are made anew and dropped after their last
+    use, as a graph's memory pool would.
+    """
 
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__()
         self._device = device
-        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
-        # Views and intermediates stay alive: replays write into them.
-        self._alive: list[Any] = []
+        self._calls: list[_Call] = []
+        # While capturing: every tensor made inside with its slot. The references keep addresses from being reused.
+        self._slots: dict[int, int] = {}
+        self._made: list[Any] = []
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func.overloadpacket.__name__ in _READ_BACK:
             raise CaptureError(f"{func} reads the device back, which a capture does not permit")
-        result = func(*args, **kwargs)
-        returns = func._schema.returns
-        aliases = [value.alias_info for value in returns]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._alive.append((args, kwargs, result))
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if is_view:
-            return result
-        in_place = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        written = [a for a in _written_arguments(func, args, kwargs)] if in_place else outputs
-        self._device.ran(func, inputs, written)
-        self._calls.append((func, args, kwargs, [] if in_place else outputs))
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if not any(a is not None and not a.is_write for a in (value.alias_info for value in schema.returns)):
+            written = _written_arguments(func, args, kwargs or {}) or _tensors(result)
+            self._device.ran(func, _tensors((args, kwargs)), written)
+        self._record(func, args, kwargs or {}, result)
         return result
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        fills: list[tuple[Any, Any, int]] = []
+        call = _Call(func, self._template(list(args), fills), self._template(dict(kwargs), fills), fills, [])
+        for tensor in _tensors(result):
+            if id(tensor) not in self._slots:
+                self._slots[id(tensor)] = len(self._made)
+                self._made.append(tensor)
+            call.results.append(self._slots[id(tensor)])
+        self._calls.append(call)
+
+    def _template(self, container: Any, fills: list[tuple[Any, Any, int]]) -> Any:
+        """`container` with the values made inside the capture taken out, and noted in `fills`."""
+        places = container.items() if isinstance(container, dict) else enumerate(container)
+        for place, value in list(places):
+            if isinstance(value, Tensor) and id(value) in self._slots:
+                fills.append((container, place, self._slots[id(value)]))
+                container[place] = None
+            elif isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+                container[place] = self._template(list(value), fills)
+        return container
+
+    def finish(self) -> None:
+        """Ends the recording: keeps the outputs, forgets the rest, and notes where each value is used last."""
+        self._count = len(self._made)
+        alive = [weakref.ref(tensor) for tensor in self._made]
+        self._made.clear()
+        self._slots.clear()
+        self._outputs = [(slot, tensor) for slot, ref in enumerate(alive) if (tensor := ref()) is not None]
+        pending = set(range(self._count)) - {slot for slot, _ in self._outputs}
+        for call in reversed(self._calls):
+            used = {slot for _, _, slot in call.fills} | set(call.results)
+            call.dead = sorted(used & pending)
+            pending -= used
 
     def replay(self) -> None:
         """Runs the recorded operations in order."""
+        values: list[Any] = [None] * self._count
         with torch.no_grad():
-            for func, args, kwargs, outputs in self._calls:
-                result = func(*args, **kwargs)
-                for old, new in zip(outputs, tree_leaves(result) if outputs else (), strict=False):
-                    if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
-                        old.copy_(new)
+            for call in self._calls:
+                for container, place, slot in call.fills:
+                    container[place] = values[slot]
+                result = call.func(*call.args, **call.kwargs)
+                if isinstance(result, Tensor):
+                    values[call.results[0]] = result
+                else:
+                    for slot, value in zip(call.results, _tensors(result), strict=True):
+                        values[slot] = value
+                for container, place, _ in call.fills:
+                    container[place] = None
+                for slot in call.dead:
+                    values[slot] = None
+            for slot, output in self._outputs:
+                output.copy_(values[slot])
 
 
 class _CudaGraph:
@@ -182,6 +241,7 @@ def capture(device: EmulatedDevice | None, run: Callable[[], None]) -> Graph:
         device.capturing = False
         raise
     device.end()
+    emulated.finish()
     return emulated
 
 
@@ -189,10 +249,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            written += _tensors(value)
     return written

@@ -48,8 +48,8 @@ class Mixer:
         """Sinkhorn-Knopp: columns, then rows and columns in turn; `sinkhorn_iters` column passes in all."""
         comb = comb / (comb.sum(-2, keepdim=True) + self.hc_eps)
         for _ in range(self.sinkhorn_iters - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + self.hc_eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + self.hc_eps)
+            comb.div_(comb.sum(-1, keepdim=True).add_(self.hc_eps))
+            comb.div_(comb.sum(-2, keepdim=True).add_(self.hc_eps))
         return comb
 
 

@@ -11,8 +11,8 @@ from specialized_decode.backbone.attention import Attention, Compressor, Indexer
 from specialized_decode.backbone.cache import Batch, Caches
 from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.context import ForwardContext
-from specialized_decode.backbone.errors import CheckpointError, PromptError
 from specialized_decode.backbone.engram import Engram, NgramHash, image_mask
+from specialized_decode.backbone.errors import CheckpointError, PromptError
 from specialized_decode.backbone.folder import ModelFolder
 from specialized_decode.backbone.host import LocalHost
 from specialized_decode.backbone.linear import Linear, compute_dtype, project, rms_norm
@@ -27,6 +27,9 @@ ModelOutput = Tensor | tuple[Tensor, list[Tensor]]
 Progress = Callable[[int, int, str], None]
 
 
+NO_EXECUTOR = "no executor"
+
+
 class Step(Protocol):
     """A step that an executor granted: runs the layers in the model's place."""
 
@@ -39,6 +42,11 @@ class Executor(Protocol):
     """What the model asks before each forward: a step, or None to run the layers itself."""
 
     def plan(self, positions: Tensor, intermediate_tensors: object | None) -> Step | None: ...
+
+    def refusal(self, positions: Tensor, intermediate_tensors: object | None) -> str | None:
+        """Why `plan` grants the running forward no step, or None where it does."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Carried(NamedTuple):
@@ -144,6 +152,8 @@ class DeepseekV41:
     def __init__(self, config: ModelConfig, model: Model, lm_head: Tensor, ngram_hash: NgramHash | None) -> None:
         self.config, self.model, self.lm_head, self.ngram_hash = config, model, lm_head, ngram_hash
         self.executor: Executor | None = None
+        # Why the last forward ran the plain layers; None when an executor's step ran them.
+        self.refusal: str | None = NO_EXECUTOR
         self.selection = model.layers[0].attn.selection
 
     @property
@@ -171,7 +181,11 @@ class DeepseekV41:
 
     def forward(self, batch: Batch, use_engram: bool = True) -> ModelOutput:
         """Runs `batch` inside the current forward context: an executor's step where it grants one."""
-        step = None if self.executor is None else self.executor.plan(batch.positions, None)
+        step = None
+        self.refusal = NO_EXECUTOR
+        if self.executor is not None:
+            step = self.executor.plan(batch.positions, None)
+            self.refusal = self.executor.refusal(batch.positions, None)
         hashes, mask = self.engram_inputs(batch) if use_engram else (None, None)
         x = self.model.embedding[batch.input_ids]
         run = self.model.run_layers if step is None else step.run

@@ -24,6 +24,11 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(torch.bfloat16)
 
 
+def rank_experts(biased: Tensor) -> Tensor:
+    """[T, E] expert ids by falling score; of equal ones the lower id first, NaN last, as vLLM's router selects."""
+    return torch.where(biased.isnan(), -1e30, biased).sort(dim=-1, descending=True, stable=True).indices
+
+
 class Experts:
     """Routed experts: w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 (gate rows first), scales UE8M0 per 32 along K."""
 
@@ -82,7 +87,7 @@ class MoE:
         if self.image_bias is not None:
             image = (input_ids >= IMAGE_TOKEN_ID) & (input_ids < IMAGE_TOKEN_ID + IMAGE_TOKEN_SPAN)
             bias = torch.where(image.unsqueeze(-1), self.image_bias, bias)
-        ids = (scores + bias).topk(self.topk, -1).indices
+        ids = rank_experts(scores + bias)[:, : self.topk]
         weights = scores.gather(-1, ids)
         total = weights.sum(-1, keepdim=True)
         return ids, weights * (self.scaling / torch.where(total > 0, total, torch.ones_like(total)))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from specialized_decode.backbone.tensors import FP8, PACKED_FP4, UE8M0, Specs, TensorSpec
+from specialized_decode.backbone.tokenizer import TRAINED_IDS
 
 Array = npt.NDArray[Any]
 # Elements made at a time: small enough to stay in a core's cache, large enough to hide the call.
@@ -61,7 +62,11 @@ def random_chunks(name: str, specs: Specs, seed: int) -> Iterator[Array]:
         # A chunk is a whole number of 64-bit words, so the stream does not depend on how it is cut.
         raw = np.asarray(words.random_raw(-(-count * bits // 64)))
         index: npt.NDArray[Any] = raw.view(np.uint8 if bits == 8 else np.uint16)[:count]
-        yield index if table is None else np.take(table, index)
+        chunk = index if table is None else np.take(table, index)
+        if name == "head.weight":
+            # Ids that no text yields are never generated either: their rows are zero, as a padded vocabulary's are.
+            chunk[max(0, TRAINED_IDS * spec.shape[1] - start) :] = 0
+        yield chunk
 
 
 def _words(name: str, seed: int) -> np.random.SFC64:

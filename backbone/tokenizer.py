@@ -12,7 +12,7 @@ from specialized_decode.backbone.errors import CheckpointError
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 IMAGE_TOKEN = "<｜deepseek_image｜>"
 # Merges worth learning from a few ten kilobytes of text; the other ids are placeholders that no text yields.
-TRAINED_IDS = 4096
+TRAINED_IDS = 1600
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:

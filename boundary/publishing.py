@@ -50,7 +50,7 @@ class PublishingMxfp8Linear:
         return None if blackwell and not uses_checked_flashinfer("mxfp8_gemm") else cls(all_reduce)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x: [T, K] bfloat16, weight: a prepared [N, K] -> the published slot [T, N] bfloat16, N the boundary's width."""
+        """x: [T, K] bfloat16, weight: a prepared [N, K] -> the published slot [T, N], N the boundary's width."""
         target = self.all_reduce.publish_target(x.shape[0])
         target.copy_(reference.project(x, weight))
         self.all_reduce.mark_published(target)

@@ -33,8 +33,8 @@ def _activate(logits: Tensor, n: int, mixer: MixerView) -> tuple[Tensor, Tensor,
     comb = comb.view(-1, n, n).softmax(2) + mixer.hc_eps
     for iteration in range(mixer.sinkhorn_iters):
         if iteration:
-            comb = comb / (comb.sum(2, keepdim=True) + mixer.hc_eps)
-        comb = comb / (comb.sum(1, keepdim=True) + mixer.hc_eps)
+            comb.div_(comb.sum(2, keepdim=True).add_(mixer.hc_eps))
+        comb.div_(comb.sum(1, keepdim=True).add_(mixer.hc_eps))
     return pre.sigmoid() + mixer.hc_eps, 2.0 * post.sigmoid(), comb
 
 
@@ -94,7 +94,7 @@ def project_float(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def prepare(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """A dense weight as the reference multiplies it: dequantized to float32 on a CPU, bfloat16 on a GPU; exact in both."""
+    """A dense weight as the reference multiplies it: float32 on a CPU, bfloat16 on a GPU; exact in both."""
     return dequantize(weight, scale).to(torch.bfloat16 if weight.is_cuda else torch.float32)
 
 

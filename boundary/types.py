@@ -27,8 +27,10 @@ class StepGates(Protocol):
 class TpGroup(Protocol):
     """The tensor-parallel group. Every rank calls the same methods in the same order."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] -> [size, ...]: every rank's tensor, in rank order."""
@@ -43,8 +45,10 @@ class LinearView(Protocol):
     Calling it is the stock path: [T, K] bfloat16 -> [T, N].
     """
 
-    weight: Tensor
-    scale: Tensor | None
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor | None: ...
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype = ...) -> Tensor: ...
 
@@ -69,12 +73,18 @@ class MixerView(Protocol):
 class BoundaryLayer(Protocol):
     """What a boundary reads of a decoder layer: both sublayers' mixers and input norms [hidden]."""
 
-    layer_id: int
-    attn_mixer: MixerView
-    ffn_mixer: MixerView
-    attn_norm: Tensor
-    ffn_norm: Tensor
-    eps: float
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def attn_mixer(self) -> MixerView: ...
+    @property
+    def ffn_mixer(self) -> MixerView: ...
+    @property
+    def attn_norm(self) -> Tensor: ...
+    @property
+    def ffn_norm(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
 
 
 class QuantizedInput(NamedTuple):

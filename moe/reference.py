@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 # The release's image tokens carry five consecutive ids from here on and are routed by a bias of their own.
 IMAGE_TOKENS = range(129264, 129269)
 # OCP MX v1.0, FP4 e2m1: the magnitudes of codes 0..7; bit 3 is the sign.
@@ -27,7 +26,9 @@ def select_experts(
     if image_bias is not None:
         image = (input_ids >= IMAGE_TOKENS.start) & (input_ids < IMAGE_TOKENS.stop)
         biased = torch.where(image.unsqueeze(1), scores + image_bias, biased)
-    ids = torch.topk(biased, topk, dim=1).indices
+    # Of equal experts the lower id wins, and NaN loses to all: what vLLM's router does.
+    biased = torch.where(biased == biased, biased, -1e30)
+    ids = biased.argsort(dim=1, descending=True, stable=True)[:, :topk]
     chosen = torch.gather(scores, 1, ids)
     total = chosen.sum(1, keepdim=True)
     return ids, chosen * (scaling / total.where(total > 0, torch.ones_like(total)))

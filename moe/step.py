@@ -27,7 +27,7 @@ class MoEStep:
         return step.low_batch and step.rows <= self.max_rows and self.gemm is not None and self.ffn.routing_hook is None
 
     def run(self, x: Tensor, input_ids: Tensor, step: StepGates) -> UnfinalizedRows | Tensor:
-        """x: [T, K] bfloat16, the normed input; input_ids: [T] -> the TP-partial output, unfinalized where it can be."""
+        """x: [T, K] bfloat16, the normed input; input_ids: [T] -> the TP-partial output, unfinalized if it can be."""
         if not self.takes_low_batch(step):
             return self.ffn(x, input_ids)
         assert self.gemm is not None

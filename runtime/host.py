@@ -15,8 +15,10 @@ from specialized_decode.moe import MoEView
 class Host(Protocol):
     """What a step's plan may ask. Every answer is host state that all ranks share; nothing reads the device back."""
 
-    tp_group: TpGroup
-    multi_stream_threshold: int
+    @property
+    def tp_group(self) -> TpGroup: ...
+    @property
+    def multi_stream_threshold(self) -> int: ...
 
     def forward_context_available(self) -> bool:
         """Whether a forward is running."""
@@ -65,10 +67,14 @@ class TargetConfig(Protocol):
 class Target(Protocol):
     """A backbone's local layers, bound to its host. `attention_class` names how its attention is implemented."""
 
-    norm: Tensor
-    mtp_hidden_buffer: Tensor | None
-    aux_layers: tuple[int, ...]
-    attention_class: str
+    @property
+    def norm(self) -> Tensor: ...
+    @property
+    def mtp_hidden_buffer(self) -> Tensor | None: ...
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+    @property
+    def attention_class(self) -> str: ...
 
     @property
     def config(self) -> TargetConfig: ...

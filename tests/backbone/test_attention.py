@@ -1,12 +1,13 @@
 """Attention against a second implementation: one text at a time, in float64, over records of bytes."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specialized_decode.backbone import attention as module
 from specialized_decode.backbone.attention import Attention, Compressor, Indexer, Selection, sink_attention
@@ -129,6 +130,31 @@ def test_chunks_of_any_split_give_the_latents_of_one_pass(splits: list[int]) -> 
     assert torch.equal(torch.cat(found)[1::2], expected[1::2])
     assert whole.state_cache is not None and compressor.state_cache is not None
     assert torch.equal(whole.state_cache[1], rows[32:40]) and torch.equal(compressor.state_cache[1], rows[32:40])
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the index tensors of every indexed write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[list[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            self.indices.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_two_rows_of_a_chunk_go_to_one_ring_row() -> None:
+    """On a GPU either could win."""
+    compressor = _compressor(2)
+    rows = torch.randn(40, 1024, generator=torch.Generator().manual_seed(3))
+    with _Writes() as writes:
+        compressor.latent(rows, *_Rings()([(0, 3, 30), (1, 0, 10)]))
+    assert writes.indices
+    for blocks, ring_rows in writes.indices:
+        written = [pair for pair in zip(blocks.tolist(), ring_rows.tolist(), strict=True) if pair[0]]
+        assert len(set(written)) == len(written) == 16
 
 
 def test_requests_do_not_mix() -> None:
@@ -435,7 +461,7 @@ class _Setup:
         attention.bind_caches(self.caches.views)
         return attention
 
-    def run(self, chunks: list[tuple[int, int]], **options: bool) -> dict[int, Tensor]:
+    def run(self, chunks: list[tuple[int, int]], padding: float = math.nan, **options: bool) -> dict[int, Tensor]:
         """One batch: (text, or -1 for padding; count). Notes every text's outputs and selections."""
         requests = [self.requests[text] if text >= 0 else None for text, _ in chunks]
         counts = [count for _, count in chunks]
@@ -446,7 +472,7 @@ class _Setup:
                 [
                     self.inputs[number][text][r.computed : r.computed + count]
                     if r is not None
-                    else torch.full((count, 64), math.nan, dtype=torch.bfloat16)
+                    else torch.full((count, 64), padding, dtype=torch.bfloat16)
                     for (text, count), r in zip(chunks, requests, strict=True)
                 ]
             )
@@ -628,18 +654,23 @@ def test_graph_shaped_batches_give_the_same() -> None:
             assert torch.equal(*chosen)
 
 
-def test_padding_rows_are_zero_and_change_nothing() -> None:
+@pytest.mark.parametrize("padding", [1.0, math.nan])
+def test_padding_rows_are_zero_and_change_nothing(padding: float) -> None:
     padded, plain = _Setup(), _Setup()
+    # Whatever lies in the null blocks must reach nobody.
+    groups = (padded.caches.window, padded.caches.compressed)
+    for group in groups:
+        group.buffer[: group.stride] = 0x41
     for setup in (padded, plain):
         setup.run([(0, 60), (1, 9)])
-    outputs = padded.run([(0, 1), (-1, 1), (1, 1), (-1, 1)])
+    outputs = padded.run([(0, 1), (-1, 1), (1, 1), (-1, 1)], padding)
     expected = plain.run([(0, 1), (1, 1)])
     for number in LAYERS:
         assert not outputs[number][[1, 3]].any(), f"layer {number}"
         torch.testing.assert_close(outputs[number][[0, 2]], expected[number], rtol=2**-6, atol=2**-8)
-    for group in (padded.caches.window, padded.caches.compressed):
-        assert not group.buffer[: group.stride].any(), "padding wrote to the null block"
-        assert not group.buffer[group.stride :].eq(0).all()
+    for group in groups:
+        assert group.buffer[: group.stride].eq(0x41).all(), "padding wrote to the null block"
+        assert group.buffer[group.stride :].any()
     assert all(not ring[0].any() for ring in padded.caches.rings.values())
 
 

@@ -53,10 +53,19 @@ def test_multipliers() -> None:
         assert row == [2 * int(draw) + 1 for draw in draws]
 
 
+def test_multipliers_of_the_release() -> None:
+    """Layers 1 and 14 over 99,092 compressed ids: the numbers that vLLM 0.33.0 derives."""
+    config = small_config(engram_layer_ids=(1, 14), engram_compressed_vocab_size=99_092)
+    assert hash_multipliers(config).tolist() == [
+        [76632096046245, 4839876093313, 35959672319349, 73987337458391],
+        [67716810739261, 51510806800915, 30921347202721, 82619226485591],
+    ]
+
+
 @pytest.mark.parametrize("vocab", [1, 99_092, 129_280])
 def test_multipliers_stay_in_range(vocab: int) -> None:
     found = hash_multipliers(small_config(engram_compressed_vocab_size=vocab)).flatten().tolist()
-    assert all(0 < value and value * (vocab - 1) < 2**63 for value in found)
+    assert all(value > 0 and value * (vocab - 1) < 2**63 for value in found)
 
 
 def _text_hashes(ids: list[int]) -> list[list[list[int]]]:
@@ -97,7 +106,7 @@ def _chunk_hashes(hasher: NgramHash, chunks: list[tuple[list[int], int, int]]) -
     lookback = [(text[:start][::-1] + [-1] * 3)[:3] for text, start, _ in chunks]
     lengths = [len(chunk) for chunk in ids]
     return hasher(
-        torch.tensor(sum(ids, [])),
+        torch.tensor([token for chunk in ids for token in chunk]),
         torch.tensor([p for _, start, stop in chunks for p in range(start, stop)]),
         torch.tensor([0, *lengths[:-1]]).cumsum(0).int(),
         torch.arange(len(chunks)).repeat_interleave(torch.tensor(lengths)).int(),
