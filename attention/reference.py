@@ -217,10 +217,12 @@ def sparse_mla(q: Tensor, kv: Tensor, valid: Tensor, sinks: Tensor, scale: float
     logits = torch.bmm(q.float(), kv.transpose(1, 2)) * scale
     logits = torch.where(valid.unsqueeze(1), logits, _NEGATIVE_INFINITY)
     sink = sinks.view(1, -1, 1)
-    peak = torch.maximum(logits.amax(2, keepdim=True), sink)
+    limits = torch.finfo(torch.float32)
+    # Finite, and the total not zero, also where nothing is valid and the sink is -inf, as a padding head's is.
+    peak = torch.maximum(logits.amax(2, keepdim=True), sink).clamp_min(limits.min)
     weights = torch.exp(logits - peak)
     total = weights.sum(2, keepdim=True) + torch.exp(sink - peak)
-    return (torch.bmm(weights, kv) / total).to(torch.bfloat16)
+    return (torch.bmm(weights, kv) / total.clamp_min(limits.tiny)).to(torch.bfloat16)
 
 
 def grouped_projection(x: Tensor, weight: Tensor, groups: int) -> Tensor:

@@ -369,9 +369,11 @@ def sink_attention(q: Tensor, kv: Tensor, valid: Tensor, sinks: Tensor, scale: f
     kv = kv.masked_fill(~valid.unsqueeze(-1), 0.0)
     logits = ((q.float() @ kv.transpose(1, 2)) * scale).masked_fill(~valid.unsqueeze(1), -torch.inf)
     sink = sinks.unsqueeze(-1)
-    peak = torch.maximum(logits.amax(-1, keepdim=True), sink)
+    # Finite, and the total not zero, also where nothing is valid and the sink is -inf, as a padding head's is.
+    peak = torch.maximum(logits.amax(-1, keepdim=True), sink).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(logits - peak)
-    return (weights @ kv / (weights.sum(-1, keepdim=True) + torch.exp(sink - peak))).to(torch.bfloat16)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sink - peak)
+    return (weights @ kv / total.clamp_min(torch.finfo(torch.float32).tiny)).to(torch.bfloat16)
 
 
 def _rotate_tail(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

@@ -122,9 +122,11 @@ class Batch:
 
     def load(self, other: "Batch") -> None:
         """Copies `other`, a batch of the same shape, into this one's tensors, which a graph reads."""
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+        pairs = list(zip(self.tensors(), other.tensors(), strict=True))
+        for mine, theirs in pairs:
             if mine.shape != theirs.shape:
                 raise ValueError(f"batch of another shape: found {tuple(theirs.shape)}, expected {tuple(mine.shape)}")
+        for mine, theirs in pairs:
             mine.copy_(theirs)
 
 
@@ -156,30 +158,37 @@ class Caches:
             if ratio > 1
         }
         self.free_rings = list(range(max_requests, 0, -1))
+        self.open_requests: list[Request] = []
         self.views: dict[str, Tensor] = {**self.window.views, **self.compressed.views, **self.rings}
 
     def open(self, tokens: list[int]) -> Request:
         """A request for a sequence that starts with `tokens`; its blocks are taken as it is computed."""
         if not self.free_rings:
             raise PromptError("cache: every request slot is in use; expected fewer requests at a time")
-        return Request(list(tokens), self.free_rings.pop())
+        request = Request(list(tokens), self.free_rings.pop())
+        self.open_requests.append(request)
+        return request
 
     def close(self, request: Request) -> None:
         """Gives the request's blocks back."""
         self.window.free += [block for block in request.window_blocks if block]
         self.compressed.free += request.compressed_blocks
         self.free_rings.append(request.ring)
+        self.open_requests = [other for other in self.open_requests if other is not request]
 
-    def reserve(self, request: Request, count: int) -> None:
-        """Takes the blocks that the next `count` tokens need, and gives back those the window has left behind."""
-        end = request.computed + count
-        if end > self.max_context:
-            raise PromptError(f"request: found {end} tokens, expected at most the context of {self.max_context}")
+    def _release(self, request: Request) -> None:
+        """Gives back the blocks that the window has left behind."""
         gone = max(0, request.computed - self.config.sliding_window + 1) // WINDOW_BLOCK
         for index in range(min(gone, len(request.window_blocks))):
             if request.window_blocks[index]:
                 self.window.free.append(request.window_blocks[index])
                 request.window_blocks[index] = 0
+
+    def reserve(self, request: Request, count: int) -> None:
+        """Takes the blocks that the next `count` tokens need."""
+        end = request.computed + count
+        if end > self.max_context:
+            raise PromptError(f"request: found {end} tokens, expected at most the context of {self.max_context}")
         while len(request.window_blocks) * WINDOW_BLOCK < end:
             request.window_blocks.append(self.window.take("window"))
         while self.ratios and len(request.compressed_blocks) * COMPRESSED_BLOCK < end:
@@ -193,6 +202,9 @@ class Caches:
         decode_length: the longest query that counts as decoding (a token, or a token and its drafts). static:
         metadata for a graph, whose host numbers must hold for every later replay.
         """
+        # Of every open request: one that sits batches out would keep a whole chunk's blocks meanwhile.
+        for open_request in self.open_requests:
+            self._release(open_request)
         for request, count in zip(requests, counts, strict=True):
             if request is not None:
                 self.reserve(request, count)

@@ -49,6 +49,11 @@ class LocalEngine:
 
     def __init__(self, model: DeepseekV41, max_rows: int, max_context: int, max_tokens: int) -> None:
         self.model, self.max_rows, self.max_context, self.max_tokens = model, max_rows, max_context, max_tokens
+        room = model.selection.topk_indices.shape[0]
+        if max(max_tokens, max_rows) > room:
+            raise ValueError(
+                f"engine: found batches of {max(max_tokens, max_rows)} tokens, expected at most {room}, the model's"
+            )
         self.host = model.model.host
         self.caches = Caches(model.config, max_rows, max_context, max_tokens, model.device)
         model.bind_caches(self.caches)

@@ -147,7 +147,7 @@ class Engram:
         norms = torch.rsqrt(hidden.square().mean(-1) + self.eps) * torch.rsqrt(key.square().mean(-1) + self.eps)
         dot = dot * norms * self.hidden**-0.5
         root = dot.abs().clamp_min(GATE_FLOOR).sqrt()
-        gate = torch.sigmoid(torch.where(dot < 0, -root, root)) * keep.unsqueeze(-1)
+        gate = torch.where(keep.unsqueeze(-1), torch.sigmoid(torch.where(dot < 0, -root, root)), 0.0)
         return (hidden + gate.unsqueeze(-1) * value).to(torch.bfloat16)
 
     def __call__(self, residual: Tensor, keep: Tensor) -> Tensor:

@@ -16,17 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations whose result, or whose result's size, the host would have to read back from the device.
-_READ_BACK = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "equal",
-}
-
 
 class Graph(Protocol):
     """A captured graph."""
@@ -60,7 +49,7 @@ class EmulatedStream:
 
     def join(self) -> None:
         """The current stream goes on after this stream's work."""
-        if self.pending:
+        if self.pending and self._device.current != self.name:
             self._device.order_after(self._device.current, self.name)
             self.pending = False
 
@@ -91,6 +80,8 @@ class EmulatedDevice:
     def begin(self) -> None:
         self.capturing = True
         self._clocks, self._written = {}, {}
+        for stream in self.streams:
+            stream.pending = False
 
     def end(self) -> None:
         """Ends the capture. Raises CaptureError, as a GPU does, when forked work was not joined."""
@@ -109,12 +100,14 @@ class EmulatedDevice:
         """
         clock = self._clocks.setdefault(self.current, {})
         for tensor in inputs:
+            if not tensor.numel():
+                continue
             writer, count = self._written.get(_storage(tensor), (self.current, 0))
             if writer != self.current and clock.get(writer, 0) < count:
                 raise CaptureError(f"{func} on {self.current} reads what {writer} wrote, without a join between them")
         clock[self.current] = clock.get(self.current, 0) + 1
         for tensor in outputs:
-            if tensor.dtype != torch.uint8:
+            if tensor.dtype != torch.uint8 and tensor.numel():
                 self._written[_storage(tensor)] = (self.current, clock[self.current])
 
 
@@ -149,7 +142,7 @@ class EmulatedGraph(TorchDispatchMode):
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _READ_BACK:
+        if _reads_back(func, args, kwargs or {}):
             raise CaptureError(f"{func} reads the device back, which a capture does not permit")
         result = func(*args, **(kwargs or {}))
         schema = func._schema
@@ -214,6 +207,24 @@ class EmulatedGraph(TorchDispatchMode):
                 output.copy_(values[slot])
 
 
+def _capture_cuda(run: Callable[[], None]) -> Graph:
+    graph = torch.cuda.CUDAGraph()
+    failure: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph):
+            try:
+                run()
+            except BaseException as error:
+                # Ending an invalidated capture raises an error of its own, which must not hide this one.
+                failure = error
+    except RuntimeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    return _CudaGraph(graph)
+
+
 class _CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
@@ -228,10 +239,7 @@ def capture(device: EmulatedDevice | None, run: Callable[[], None]) -> Graph:
     An error inside `run` reaches the caller as itself.
     """
     if device is None:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return _CudaGraph(graph)
+        return _capture_cuda(run)
     emulated = EmulatedGraph(device)
     device.begin()
     try:
@@ -243,6 +251,24 @@ def capture(device: EmulatedDevice | None, run: Callable[[], None]) -> Graph:
     device.end()
     emulated.finish()
     return emulated
+
+
+def _reads_back(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the host would have to wait for the device: for a value, a size that depends on one, or a copy."""
+    aten, packet = torch.ops.aten, func.overloadpacket
+    if packet is aten.index:
+        return _has_mask(args[1])
+    if packet in (aten.index_put, aten.index_put_):
+        return _has_mask(args[1]) and args[2].numel() != 1
+    if packet is aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    if packet is aten.lift_fresh:
+        return args[0].dim() > 0
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _storage(tensor: Tensor) -> int:

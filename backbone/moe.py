@@ -115,5 +115,6 @@ class MoE:
             hidden = swiglu((x.to(w13.dtype) @ w13.transpose(1, 2)).to(torch.bfloat16), self.limit)
             out = (hidden.to(w2.dtype) @ w2.transpose(1, 2)).to(torch.bfloat16)
             inside = ((ids >= start) & (ids < stop)).unsqueeze(-1)
-            chosen += out[(ids - start).clamp(0, stop - start - 1), tokens].float() * inside
+            picked = out[(ids - start).clamp(0, stop - start - 1), tokens].float()
+            chosen = torch.where(inside, picked, chosen)
         return ((chosen * weights.unsqueeze(-1)).sum(1) + shared.float()).to(torch.bfloat16)

@@ -5,8 +5,6 @@ from torch import Tensor
 
 # The release's image tokens carry five consecutive ids from here on and are routed by a bias of their own.
 IMAGE_TOKENS = range(129264, 129269)
-# OCP MX v1.0, FP4 e2m1: the magnitudes of codes 0..7; bit 3 is the sign.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def router_scores(logits: Tensor) -> Tensor:
@@ -42,10 +40,16 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def unpack_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., N, K/2] bytes and UE8M0 [..., N, K/32] -> [..., N, K] in `dtype`; exact in bfloat16."""
-    codes = torch.stack((packed.view(torch.uint8) % 16, packed.view(torch.uint8) // 16), -1).flatten(-2)
-    magnitude = torch.tensor(E2M1, dtype=dtype, device=packed.device)[(codes % 8).int()]
-    values = torch.where(codes >= 8, -magnitude, magnitude)
+    """[..., N, K/2] bytes and UE8M0 [..., N, K/32] -> [..., N, K] in `dtype`; exact in bfloat16.
+
+    OCP MX v1.0, FP4 e2m1: bit 3 is the sign, bits 2 and 1 the exponent, bit 0 the mantissa; code 0 is 0 and code 1 1/2.
+    """
+    codes = torch.stack((packed.view(torch.uint8) % 16, packed.view(torch.uint8) // 16), -1).flatten(-2).int()
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    normal = (2 + mantissa) << exponent
+    # In quarters: codes 0 and 1 are 0 and 2; a normal value is (2 + m) 2**e / 4, e from 1.
+    quarters = torch.where(exponent == 0, 2 * mantissa, normal).to(dtype)
+    values = torch.where(codes >= 8, -quarters, quarters) / 4
     return values * scale.view(torch.float8_e8m0fnu).to(dtype).repeat_interleave(32, -1)
 
 

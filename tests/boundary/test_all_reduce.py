@@ -64,8 +64,8 @@ def test_full_against_scalar_formulas(rows: int, ranks: int) -> None:
     norm = random_bf16(5, HIDDEN)
     all_reduce = _all_reduce(ranks - 1, contributions[:-1])
     streams, x, quant = all_reduce.full(contributions[-1], residual, post, comb, pre, norm, 1e-20, True)
-    total = sum(numbers(part) for part in contributions)
-    magnitude = sum(np.abs(numbers(part)) for part in contributions)
+    total = np.stack([numbers(part) for part in contributions]).sum(0)
+    magnitude = np.abs(np.stack([numbers(part) for part in contributions])).sum(0)
     for row in range(rows):
         values, sizes = mhc.mixed(total[row], numbers(residual[row]), numbers(post[row]), numbers(comb[row]))
         sizes = sizes + numbers(post[row])[:, None] * magnitude[row]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, capture
+from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, Graph, capture
 from specialized_decode.backbone.host import SingleRank
 from specialized_decode.boundary import Boundaries, BoundaryAllReduce, UnfinalizedRows, reference
 from tests.helpers import step_mhc as mhc
@@ -271,7 +271,7 @@ def test_without_the_side_stream_there_is_nothing_to_join() -> None:
     assert same_bits(found.pre, _eager(3, False).pre)
 
 
-def _one_boundary(step: Gates, join: bool, capture_aux: bool) -> Callable[[], None]:
+def _one_boundary(step: Gates, join: bool, capture_aux: bool) -> Callable[[], Graph]:
     def run() -> None:
         boundaries.all_reduce.reset()
         x, state = boundaries.first(LAYER_WEIGHTS[0], random_bf16(0, step.rows, HIDDEN), step)
@@ -285,7 +285,7 @@ def _one_boundary(step: Gates, join: bool, capture_aux: bool) -> Callable[[], No
 
     device = EmulatedDevice()
     boundaries = _boundaries(device.stream("mhc"))
-    return lambda: capture(device, run) and None
+    return lambda: capture(device, run)
 
 
 def test_an_aux_mean_is_ready_after_the_join() -> None:

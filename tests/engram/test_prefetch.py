@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specialized_decode.backbone.engram import Engram
 from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, capture
-from specialized_decode.backbone.linear import Linear
 from specialized_decode.engram import EngramPrefetch
 from tests.helpers.small_config import small_config
 from tests.helpers.step_gates import ForgetfulStream
+from tests.helpers.step_linear import fp8_linear
 from tests.helpers.step_mhc import assert_rounded, numbers, random_bf16, same_bits
 
 CONFIG = small_config()
@@ -24,15 +24,10 @@ WIDTH = CONFIG.engram_columns * CONFIG.engram_head_dim
 
 def _engram(layer: int) -> Engram:
     """An Engram layer with an FP8 `wkv` and random rows staged."""
-    generator = torch.Generator().manual_seed(layer)
-    shape = ((STREAMS + 1) * HIDDEN, WIDTH)
-    weight = (torch.randn(shape, generator=generator) * 4).to(torch.float8_e4m3fn)
-    scale = torch.randint(118, 122, (shape[0] // 32, shape[1] // 32), generator=generator).to(torch.uint8)
+    wkv = fp8_linear(layer, (STREAMS + 1) * HIDDEN, WIDTH, size=WIDTH**-0.5)
     table = torch.zeros(1, CONFIG.engram_head_dim, dtype=torch.float8_e4m3fn)
     q, k = random_bf16(layer + 1, STREAMS, HIDDEN), random_bf16(layer + 2, STREAMS, HIDDEN)
-    engram = Engram(
-        CONFIG, LAYERS.index(layer), table, torch.zeros(1, 2).byte(), Linear(weight, scale), q, k, MAX_ROWS
-    )
+    engram = Engram(CONFIG, LAYERS.index(layer), table, torch.zeros(1, 2).byte(), wkv, q, k, MAX_ROWS)
     engram.staged.copy_(random_bf16(layer + 3, MAX_ROWS, WIDTH))
     return engram
 

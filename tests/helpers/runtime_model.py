@@ -15,6 +15,7 @@ from specialized_decode.backbone.engine import Captured, LocalEngine
 from specialized_decode.backbone.engram import table_sizes
 from specialized_decode.backbone.model import ModelOutput, load_model
 from specialized_decode.backbone.presets import CheckpointPlan, tiny_plan
+from specialized_decode.boundary import SideStream
 from specialized_decode.runtime import DecodeConfig, SpecializedDecode
 
 # The router's image tokens are five ids from 129264 on; Engram leaves out the first alone.
@@ -119,8 +120,7 @@ class Pair:
                 continue
             grown = self.caches.open(self.token_ids(contexts[wanted[-1]] - new, image_share))
             for index in wanted:
-                count = contexts[index] - new - grown.computed
-                if count:
+                while count := min(contexts[index] - new - grown.computed, self.engine.max_tokens):
                     self.engine.forward(self.caches.batch([grown], [count]))
                     grown.computed += count
                 opened[index] = self.copy(grown)
@@ -143,6 +143,19 @@ class Pair:
         for ring in self.caches.rings.values():
             ring[twin.ring] = ring[request.ring]
         return twin
+
+    def shuffle(self, requests: Sequence[Request]) -> None:
+        """Moves every request's blocks, and the free ones, to other places, as an engine that runs for long would."""
+        for group, owned in (
+            (self.caches.window, [request.window_blocks for request in requests]),
+            (self.caches.compressed, [request.compressed_blocks for request in requests]),
+        ):
+            moved = [0, *(1 + torch.randperm(group.blocks - 1, generator=self.random)).tolist()]
+            pages = group.buffer.view(group.blocks, -1)
+            pages[torch.tensor(moved, device=pages.device)] = pages.clone()
+            group.free = [moved[block] for block in group.free]
+            for blocks in owned:
+                blocks[:] = [moved[block] for block in blocks]
 
     def close(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -268,5 +281,15 @@ def assert_equal(what: str, expected: Tensor, found: Tensor) -> None:
 
 
 def unjoined(pair: Pair) -> list[str]:
-    """Side streams with forked work that nobody waited for; streams of a GPU by their place."""
-    return [getattr(s, "name", str(i)) for i, s in enumerate(pair.executor.side_streams()) if s.pending]
+    """Side streams with forked work that nobody waited for."""
+    return [name for name, stream in named_streams(pair).items() if stream.pending]
+
+
+def named_streams(pair: Pair) -> dict[str, SideStream]:
+    """Every stream that a step may fork to."""
+    executor = pair.executor
+    streams = {f"engram {layer}": stream for layer, stream in executor.engram.streams.items()}
+    streams |= {"compressor": executor.aux_streams.compressor, "indexer": executor.aux_streams.indexer}
+    if executor.candidates is not None:
+        streams["candidates"] = executor.candidates.stream
+    return {**streams, "mhc": executor.boundaries.stream}

@@ -6,6 +6,7 @@ from torch import Tensor
 from specialized_decode.backbone.linear import Linear
 from specialized_decode.backbone.moe import Experts, MoE
 from tests.helpers.small_config import small_config
+from tests.helpers.step_linear import fp8_linear
 from tests.helpers.step_mhc import random_bf16
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 64, 32, 16, 3
@@ -16,14 +17,6 @@ def packed(seed: int, experts: int, rows: int, columns: int) -> tuple[Tensor, Te
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(256, (experts, rows, columns // 2), generator=generator).to(torch.uint8)
     return codes, torch.randint(121, 126, (experts, rows, columns // 32), generator=generator).to(torch.uint8)
-
-
-def fp8_linear(seed: int, rows: int, columns: int, size: float = 1.0) -> Linear:
-    """A dense layer as the release stores it: e4m3 with one scale per 32x32 block."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = (torch.randn(rows, columns, generator=generator) * size * 16).to(torch.float8_e4m3fn)
-    scale = torch.randint(121, 124, (-(-rows // 32), -(-columns // 32)), generator=generator).to(torch.uint8)
-    return Linear(weight, scale)
 
 
 def random_moe(seed: int = 0, experts: int = EXPERTS, image_bias: bool = True) -> MoE:

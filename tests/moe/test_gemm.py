@@ -35,7 +35,10 @@ def _dequantized(codes: Tensor, scales: Tensor) -> np.ndarray:
 
 def _expected(ffn: Any, x: Tensor, ids: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Expert by expert in float64 with no rounding between, and the size that errors are relative to."""
-    w13, w2 = (_dequantized(*pair) for pair in ((ffn.experts.w13, ffn.experts.w13_scale), (ffn.experts.w2, ffn.experts.w2_scale)))
+    w13, w2 = (
+        _dequantized(*pair)
+        for pair in ((ffn.experts.w13, ffn.experts.w13_scale), (ffn.experts.w2, ffn.experts.w2_scale))
+    )
     values = np.empty((*ids.shape, HIDDEN))
     sizes = np.empty_like(values)
     for row, chosen in enumerate(ids.tolist()):

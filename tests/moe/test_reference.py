@@ -198,7 +198,9 @@ def _expert(x: np.ndarray, w13: np.ndarray, w2: np.ndarray, limit: float) -> tup
     """One row through one expert, rounded where the op rounds, and what its second sum adds up."""
     gate_up = bf16((w13 @ x).astype(np.float32))
     half = len(gate_up) // 2
-    hidden = bf16([_silu(min(g, limit)) * max(-limit, min(u, limit)) for g, u in zip(gate_up[:half], gate_up[half:], strict=True)])
+    hidden = bf16(
+        [_silu(min(g, limit)) * max(-limit, min(u, limit)) for g, u in zip(gate_up[:half], gate_up[half:], strict=True)]
+    )
     return w2 @ hidden, np.abs(w2) @ np.abs(hidden)
 
 

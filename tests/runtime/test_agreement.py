@@ -143,7 +143,9 @@ def test_image_tokens_route_by_their_own_bias(pair: Pair, requests: list[Request
 
 
 @pytest.mark.parametrize("rows", [4, 12])
-def test_padding_and_null_blocks_disturb_nobody(pair: Pair, requests: list[Request], captures: Captures, rows: int) -> None:
+def test_padding_and_null_blocks_disturb_nobody(
+    pair: Pair, requests: list[Request], captures: Captures, rows: int
+) -> None:
     """Null blocks full of NaN change no row of a request, nor does the number of padding rows' content."""
     captured = captures(rows)
     batch = pair.batch(padded(requests, rows, rows // 2))
@@ -193,7 +195,13 @@ def _everywhere(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
     ids=["no candidate restriction", "no selection", "no Engram"],
 )
 def test_comparison_notices(
-    pair: Pair, requests: list[Request], captures: Captures, monkeypatch: pytest.MonkeyPatch, module: object, name: str, wrong: object
+    pair: Pair,
+    requests: list[Request],
+    captures: Captures,
+    monkeypatch: pytest.MonkeyPatch,
+    module: object,
+    name: str,
+    wrong: object,
 ) -> None:
     """The comparison above fails where an op is wrong: its inputs reach what they are meant to reach."""
     longest = sorted(requests, key=lambda request: request.computed)[-3:]

@@ -44,7 +44,9 @@ def hidden_size(pair: Pair, width: int) -> Any:
 @pytest.mark.parametrize("name", ["plain", "flashmla_sparse", "flashinfer_sparse"])
 def test_known_attention_classes(pair: Pair, name: str) -> None:
     group = RecordedGroup()
-    executor = SpecializedDecode.for_target(target(pair, group, attention_class=name), DecodeConfig(), torch.zeros(8, 64))
+    executor = SpecializedDecode.for_target(
+        target(pair, group, attention_class=name), DecodeConfig(), torch.zeros(8, 64)
+    )
     assert len(executor.layers) == 1
     assert group.votes == [1], "capability is agreed once"
 

@@ -1,0 +1,119 @@
+"""The tables of the docs are what the benchmarks' results say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import tables
+
+TIMES = {"median": 40.04, "q1": 39.0, "q3": 41.0}
+RUN = {
+    "rows": 2,
+    "context": [7, 7],
+    "steps": 9,
+    "plain_ms": {"median": 50.0, "q1": 49.0, "q3": 51.0},
+    "executor_ms": TIMES,
+    "identical_tokens": 5,
+    "tokens": 6,
+}
+RESULT: dict[str, Any] = {
+    "benchmark": "speed",
+    "commit": "0123456789abcdef-dirty",
+    "model": "tiny",
+    "layers": 3,
+    "hidden_size": 64,
+    "heads": 2,
+    "expert_width": 32,
+    "experts": 4,
+    "device": "a CPU",
+    "torch": "2.11.0",
+    "peak_gb": 0.5,
+    "runs": [RUN],
+    "threads": 2,
+    "load": [0.1, 1.9],
+}
+TABLE = """\
+| rows | context | plain, ms a step | executor, ms a step | executor, steps/s | identical tokens |
+| --- | --- | --- | --- | --- | --- |
+| 2 | 7 | 50.0 (49.0 to 51.0) | 40.0 (39.0 to 41.0) | 25.0 | 5 of 6 |
+
+Median (quartiles) of 9 steps. Model tiny: 3 layers, hidden size 64, 2 heads, 4 experts of width 32. \
+a CPU, 2 threads, torch 2.11.0, load average 0.1 before and 1.9 after; peak memory 0.50 GB; \
+commit 0123456789ab with uncommitted changes.
+"""
+PAGE = "before\n<!-- table: speed -->\n<!-- end -->\nafter\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / tables.RESULTS).mkdir(parents=True)
+    (tmp_path / tables.RESULTS / "speed.json").write_text(json.dumps(RESULT))
+    (tmp_path / "README.md").write_text(PAGE)
+    return tmp_path
+
+
+def test_this_checkout_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tables.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_this_checkout_has_tables() -> None:
+    assert any("<!-- table: " in page.read_text(encoding="utf-8") for page in tables.pages(tables.ROOT))
+
+
+def test_table_of_a_cpu() -> None:
+    assert tables.table(RESULT) == TABLE
+
+
+def test_table_of_a_gpu_has_neither_threads_nor_load() -> None:
+    runs = [RUN | {"context": [100], "plain_ms": TIMES | {"median": 7.384}}, RUN | {"rows": 8, "context": [100, 200]}]
+    result = RESULT | {"device": "a GPU", "threads": None, "load": None, "commit": "0123456789abcdef", "runs": runs}
+    lines = tables.table(result).splitlines()
+    assert lines[2].startswith("| 2 | 100 | 7.38 (")
+    assert lines[3].startswith("| 8 | 100, 200 |")
+    assert "a GPU, torch 2.11.0; peak" in lines[5]
+    assert lines[5].endswith("commit 0123456789ab.")
+
+
+def test_stale_page_is_found_and_rewritten(root: Path) -> None:
+    assert tables.main(["--check"], root) == 1
+    assert (root / "README.md").read_text() == PAGE
+    assert tables.main([], root) == 0
+    assert (root / "README.md").read_text() == f"before\n<!-- table: speed -->\n{TABLE}<!-- end -->\nafter\n"
+    assert tables.main(["--check"], root) == 0
+
+
+def test_new_numbers_make_a_page_stale(root: Path) -> None:
+    tables.main([], root)
+    (root / tables.RESULTS / "speed.json").write_text(json.dumps(RESULT | {"peak_gb": 0.6}))
+    assert tables.main(["--check"], root) == 1
+
+
+def test_result_on_no_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables.main([], root)
+    (root / tables.RESULTS / "other.json").write_text(json.dumps(RESULT))
+    assert tables.main(["--check"], root) == 1
+    assert "other.json: shown on no page" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- table: speed -->\n", "README.md: found a table marker without its partner"),
+        ("<!-- end -->\n", "README.md: found a table marker without its partner"),
+        ("<!-- table: speed -->\n<!-- table: speed -->\n<!-- end -->\n", "README.md: found a table marker"),
+        ("<!-- table: none -->\n<!-- end -->\n", "README.md: found a table of none.json"),
+    ],
+)
+def test_bad_page(root: Path, capsys: pytest.CaptureFixture[str], page: str, message: str) -> None:
+    (root / "README.md").write_text(page)
+    assert tables.main(["--check"], root) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_result_without_a_key(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / tables.RESULTS / "speed.json").write_text(json.dumps({**RESULT, "runs": [{"rows": 1}]}))
+    assert tables.main(["--check"], root) == 1
+    assert "speed.json: found no 'context'" in capsys.readouterr().err

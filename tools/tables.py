@@ -1,0 +1,137 @@
+"""The tables of README.md and docs/*.md, made from benchmarks/results/*.json.
+
+`python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json; with
+--check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).absolute().parent.parent
+RESULTS = Path("benchmarks", "results")
+
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:table:|end -->)")
+
+# Heading of a column and its text for one run of one result.
+_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]], ...] = (
+    ("rows", lambda result, run: str(run["rows"])),
+    ("context", lambda result, run: ", ".join(str(length) for length in _distinct(run["context"]))),
+    ("plain, ms a step", lambda result, run: _times(run["plain_ms"])),
+    ("executor, ms a step", lambda result, run: _times(run["executor_ms"])),
+    ("executor, steps/s", lambda result, run: f"{1e3 / run['executor_ms']['median']:.1f}"),
+    ("identical tokens", lambda result, run: f"{run['identical_tokens']} of {run['tokens']}"),
+)
+
+
+class TableError(ValueError):
+    """A page or a result that no table can be made of; the message names it."""
+
+
+def pages(root: Path) -> list[Path]:
+    """The pages that may hold tables."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The Markdown of one result: a row a run, and below it what ran on what."""
+    rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
+    lines = [[heading for heading, _ in _COLUMNS], ["---"] * len(_COLUMNS), *rows]
+    steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
+    where = [result["device"], f"torch {result['torch']}"]
+    if result["threads"] is not None:
+        where.insert(1, f"{result['threads']} threads")
+    if result["load"] is not None:
+        where.append("load average {} before and {} after".format(*result["load"]))
+    model = (
+        f"{result['model']}: {result['layers']} layers, hidden size {result['hidden_size']}, {result['heads']} heads, "
+        f"{result['experts']} experts of width {result['expert_width']}"
+    )
+    said = (
+        f"Median (quartiles) of {steps} steps. Model {model}. {', '.join(where)}; "
+        f"peak memory {result['peak_gb']:.2f} GB; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
+
+
+def filled(text: str, page: str, results: Path) -> str:
+    """A page's text with every table made anew. Raises TableError for a marker or a result that is not as expected."""
+
+    def fill(match: re.Match[str]) -> str:
+        return match[1] + table(load(results / f"{match['name']}.json", page)) + match[4]
+
+    if len(_MARKER.findall(text)) != 2 * len(_BLOCK.findall(text)):
+        raise TableError(f"{page}: found a table marker without its partner, expected <!-- table: NAME --> and <!-- end -->")
+    return _BLOCK.sub(fill, text)
+
+
+def load(path: Path, page: str) -> dict[str, Any]:
+    """A result. Raises TableError where it is missing, or lacks a key that the table shows."""
+    if not path.is_file():
+        raise TableError(f"{page}: found a table of {path.name}, expected that file in {RESULTS}")
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        table(result)
+    except KeyError as error:
+        raise TableError(f"{path.name}: found no {error}, expected the form of benchmarks/results.py") from None
+    return result
+
+
+def unshown(root: Path) -> list[str]:
+    """Results that no page shows."""
+    shown = {match["name"] for page in pages(root) for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))}
+    return sorted(path.name for path in (root / RESULTS).glob("*.json") if path.stem not in shown)
+
+
+def stale(root: Path) -> list[Path]:
+    """Pages whose tables are not what the results say."""
+    return [page for page in pages(root) if _filled(page, root) != page.read_text(encoding="utf-8")]
+
+
+def _filled(page: Path, root: Path) -> str:
+    return filled(page.read_text(encoding="utf-8"), page.relative_to(root).as_posix(), root / RESULTS)
+
+
+def _distinct(values: list[int]) -> list[int]:
+    return list(dict.fromkeys(values))
+
+
+def _times(times: dict[str, float]) -> str:
+    digits = 1 if times["median"] >= 20 else 2
+    return f"{times['median']:.{digits}f} ({times['q1']:.{digits}f} to {times['q3']:.{digits}f})"
+
+
+def _short(commit: str) -> str:
+    name, dash, dirty = commit.partition("-")
+    return name[:12] + (" with uncommitted changes" if dash and dirty == "dirty" else "")
+
+
+def main(argv: list[str], root: Path = ROOT) -> int:
+    """Command line: nothing, or --check."""
+    if argv not in ([], ["--check"]):
+        print("usage: python -m tools.tables [--check]", file=sys.stderr)
+        return 2
+    try:
+        found = stale(root)
+        for page in found:
+            name = page.relative_to(root).as_posix()
+            if argv:
+                print(f"{name}: stale; run python -m tools.tables", file=sys.stderr)
+            else:
+                page.write_text(_filled(page, root), encoding="utf-8")
+                print(f"{name}: rewritten")
+        missing = unshown(root)
+    except TableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name in missing:
+        print(f"{RESULTS.as_posix()}/{name}: shown on no page", file=sys.stderr)
+    return 1 if missing or (argv and found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
