@@ -188,8 +188,9 @@ def top_positions(scores: Tensor, count: int) -> Tensor:
 
 
 def _top(scores: Tensor, count: int) -> Tensor:
-    # Stable, so that of equal scores the earlier column wins, however wide the row is.
-    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    # Stable, so that of equal scores the earlier column wins, however wide the row is; NaN is never chosen.
+    ranked = torch.where(scores == scores, scores, _NEGATIVE_INFINITY)
+    values, indices = ranked.sort(dim=1, descending=True, stable=True)
     chosen = torch.where(values == _NEGATIVE_INFINITY, -1, indices)[:, :count].int()
     return torch.nn.functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 

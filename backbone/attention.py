@@ -195,8 +195,9 @@ class Indexer:
 
 
 def _write_best(scores: Tensor, out: Tensor) -> None:
-    """The best columns of scores [T, n] into out [T, k] int32, -1 padded; of equal ones the earlier, whatever n is."""
-    values, columns = scores.sort(dim=-1, descending=True, stable=True)
+    """The best columns of scores [T, n] into out [T, k] int32, -1 padded; of equal ones the earlier, NaN never."""
+    ranked = scores.masked_fill(scores.isnan(), -torch.inf)
+    values, columns = ranked.sort(dim=-1, descending=True, stable=True)
     count = min(out.shape[1], scores.shape[1])
     out.fill_(-1)
     out[:, :count] = torch.where(values[:, :count] > -torch.inf, columns[:, :count], -1)

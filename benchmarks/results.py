@@ -72,5 +72,8 @@ class Result:
 def commit() -> str:
     """The checkout's commit, with -dirty where tracked files differ from it; `unknown` outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # no git
+        return "unknown"
     return result.stdout.strip() if result.returncode == 0 else "unknown"

@@ -50,7 +50,7 @@ class BoundaryAllReduce:
         if self._target is not None:
             if not self._published:
                 raise RuntimeError("reduce: found a slot handed out and not published, expected mark_published first")
-            if contribution.data_ptr() != self._target.data_ptr():
+            if contribution.data_ptr() != self._target.data_ptr() or contribution.shape != self._target.shape:
                 raise RuntimeError("reduce: found another tensor, expected the published one")
             self._target, self._published = None, False
         if contribution.shape[0] > self.max_rows or contribution.shape[1] != self.hidden:

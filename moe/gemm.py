@@ -71,5 +71,5 @@ def build_routed_expert_gemms(layers: Sequence[MoEView]) -> list[RoutedExpertGem
             refusals[reason] += 1
     logger.info("Routed experts: %d of %d layers on the low-batch path", len(gemms) - refusals.total(), len(gemms))
     for reason, count in refusals.items():
-        logger.warning("Routed experts: %d layers stay on the stock path: %s", count, reason)
+        logger.warning("Routed experts: layers on the stock path: %d: %s", count, reason)
     return gemms

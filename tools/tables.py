@@ -65,7 +65,9 @@ def filled(text: str, page: str, results: Path) -> str:
         return match[1] + table(load(results / f"{match['name']}.json", page)) + match[4]
 
     if len(_MARKER.findall(text)) != 2 * len(_BLOCK.findall(text)):
-        raise TableError(f"{page}: found a table marker without its partner, expected <!-- table: NAME --> and <!-- end -->")
+        raise TableError(
+            f"{page}: found a table marker without its partner, expected <!-- table: NAME --> and <!-- end -->"
+        )
     return _BLOCK.sub(fill, text)
 
 

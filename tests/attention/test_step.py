@@ -242,6 +242,28 @@ def test_tables_are_built_once_a_step(prefilled: World) -> None:
         assert steps.tables.built == 4
 
 
+def test_a_source_that_selects_anew_in_a_step_replaces_its_table(prefilled: World) -> None:
+    """Its readers get the slots of the selection that is there, whoever looked them up before."""
+    ours = copy.deepcopy(prefilled)
+    steps = _Steps(ours)
+    steps.reset()
+    batch, tables = ours.batch([4, 15], [1, 1]), []
+    with ours.context.running(batch.metadata):
+        for seed in (15, 16):
+            steps.layer(Gates(2))(2, batch.positions, layer_inputs([4, 15], [1, 1], seed)[2])
+            reader = ours.layers[3]
+            caches = reader.metadata()
+            assert caches.compressed is not None
+            tables.append(steps.tables.selected(reader, caches.compressed, caches.window))
+            chosen = ours.selection.topk_indices[:2].numpy()
+            blocks = caches.compressed.block_table.numpy()
+            for row, column in np.ndindex(2, CONFIG.index_topk):
+                state = int(chosen[row, column])
+                slot = int(blocks[row, state // 32]) * 32 + state % 32
+                assert int(tables[-1][row, column]) == (slot if state >= 0 else -1)
+    assert not torch.equal(*tables)
+
+
 # --- schedule ---------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from specialized_decode.boundary import SideStream
-from specialized_decode.runtime import Host
 
 
 @dataclass
@@ -61,7 +60,3 @@ class AnsweringHost:
 def window_metadata(num_prefills: int = 0) -> SimpleNamespace:
     """One window cache's metadata: the one host field that a plan reads."""
     return SimpleNamespace(num_prefills=num_prefills)
-
-
-# mypy: the host fits the protocol.
-_HOST: type[Host] = AnsweringHost

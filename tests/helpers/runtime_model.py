@@ -35,7 +35,7 @@ SMALL_WIDTHS: dict[str, Any] = {
     "candidate_block_size": 4,
     "sliding_window": 48,
     # Enough to tell rows from columns; each costs a capture some hundred operations.
-    "hc_sinkhorn_iters": 3,
+    "hc_sinkhorn_iters": 2,
 }
 
 
@@ -91,10 +91,11 @@ class Pair:
     def __init__(
         self, folder: Path, *, device: str = "cpu", max_rows: int = 16, max_context: int = 256, max_tokens: int = 512
     ) -> None:
-        self.model = load_model(folder, torch.device(device), max_tokens, max_context)
-        self.backbone = self.model.model
-        self.backbone.keep_mtp_hidden(max_tokens)
         # One request more than rows: the one that `open` grows.
+        room = max(max_tokens, max_rows + 1)
+        self.model = load_model(folder, torch.device(device), room, max_context)
+        self.backbone = self.model.model
+        self.backbone.keep_mtp_hidden(room)
         self.engine = LocalEngine(self.model, max_rows + 1, max_context, max_tokens)
         self.caches, self.host = self.engine.caches, self.engine.host
         self.executor = SpecializedDecode.for_target(self.backbone, DecodeConfig(), self.model.lm_head)
@@ -184,7 +185,7 @@ class Pair:
         self.model.executor = self.executor
         try:
             self.engine.forward(batch, use_engram)
-            with self.host.running(batch.metadata):
+            with torch.no_grad(), self.host.running(batch.metadata):
                 graph = self.host.capture(run)
         finally:
             self.model.executor = None

@@ -198,11 +198,11 @@ def test_built_for_the_layers_that_can(caplog: pytest.LogCaptureFixture) -> None
         ("INFO", "Routed experts: 2 of 5 layers on the low-batch path"),
         (
             "WARNING",
-            "Routed experts: 2 layers stay on the stock path: w13 is torch.bfloat16, expected packed FP4 bytes",
+            "Routed experts: layers on the stock path: 2: w13 is torch.bfloat16, expected packed FP4 bytes",
         ),
         (
             "WARNING",
-            "Routed experts: 1 layers stay on the stock path: w2's scales are (16, 64, 2), expected one per 32 along K",
+            "Routed experts: layers on the stock path: 1: w2's scales are (16, 64, 2), expected one per 32 along K",
         ),
     ]
 

@@ -112,6 +112,22 @@ def test_no_score_at_all_gives_zero_weights() -> None:
     assert sorted(ids[0].tolist()) == [13, 14, 15] and weights[0].tolist() == [0.0] * TOPK
 
 
+@pytest.mark.parametrize("experts", [16, 384])
+def test_of_equal_experts_the_lower_ids_are_chosen(experts: int) -> None:
+    logits = torch.zeros(2, experts)
+    logits[1, experts - 5 :] = 1.0
+    ids, weights = reference.select_experts(logits, torch.zeros(experts), None, torch.zeros(2), TOPK, SCALING)
+    assert ids.tolist() == [[0, 1, 2], [experts - 5, experts - 4, experts - 3]]
+    assert weights.tolist() == [pytest.approx([SCALING / TOPK] * TOPK, rel=1e-6)] * 2
+
+
+def test_an_expert_of_nan_loses_to_all() -> None:
+    logits = torch.linspace(-2, 2, EXPERTS).repeat(2, 1)
+    logits[0, 15], logits[1, 1:] = NAN, NAN
+    ids, _ = reference.select_experts(logits, torch.zeros(EXPERTS), None, torch.zeros(2), TOPK, SCALING)
+    assert ids.tolist() == [[14, 13, 12], [0, 1, 2]]
+
+
 def test_padded_rows_stay_by_themselves() -> None:
     """NaN in a row's logits: its ids stay those of experts, since they will be used as an index."""
     logits, bias = torch.randn(6, EXPERTS, generator=torch.Generator().manual_seed(2)), torch.zeros(EXPERTS)

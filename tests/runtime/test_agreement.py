@@ -104,7 +104,7 @@ def test_aux_layers_and_engram(
     pair.advance(requests)
 
 
-def test_without_hashes_is_another_model(pair: Pair, requests: list[Request], captures: Captures) -> None:
+def test_without_hashes_is_another_model(pair: Pair, requests: list[Request]) -> None:
     """What the test above compares differs with and without Engram."""
     batch = pair.batch(requests[:3])
     before = pair.snapshot()

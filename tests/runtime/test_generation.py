@@ -8,6 +8,7 @@ import pytest
 
 from specialized_decode.backbone.engine import NO_GRAPH, PREFILL, Captured, Generation
 from specialized_decode.backbone.model import NO_EXECUTOR
+from specialized_decode.runtime import DecodeStep
 from tests.helpers.runtime_errors import LAYERS
 from tests.helpers.runtime_model import IMAGE_IDS, Pair
 from tests.runtime.conftest import Folder
@@ -93,7 +94,12 @@ def test_only_granted_captures_run_the_executor(pair: Pair, monkeypatch: pytest.
     monkeypatch.setattr("specialized_decode.runtime.executor.FUSED_MHC_MAX_ROWS", 2)
     ran: list[int] = []
     run = pair.executor.run
-    monkeypatch.setattr(pair.executor, "run", lambda step, *inputs: (ran.append(step.rows), run(step, *inputs))[1])
+
+    def counted(step: DecodeStep, *inputs: Any) -> Any:
+        ran.append(step.rows)
+        return run(step, *inputs)
+
+    monkeypatch.setattr(pair.executor, "run", counted)
     asked = prompts(pair, 3)
     pair.model.executor = pair.executor
     pair.engine.capture(SIZES)

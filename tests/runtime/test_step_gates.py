@@ -66,7 +66,12 @@ def test_the_step_names_its_executor() -> None:
 def test_the_step_hands_the_layers_to_its_executor() -> None:
     ran: list[tuple[Any, ...]] = []
     made = executor()
-    cast(Any, made).run = lambda *arguments: ran.append(arguments) or "output"
+
+    def run(*arguments: Any) -> str:
+        ran.append(arguments)
+        return "output"
+
+    cast(Any, made).run = run
     step = step_gates(3, made)
     assert cast(Any, step).run("x", "positions", "ids", "hashes", "mask") == "output"
     assert ran == [(step, "x", "positions", "ids", "hashes", "mask")]

@@ -6,7 +6,8 @@ import pytest
 
 from specialized_decode.backbone.cache import Request
 from specialized_decode.backbone.engine import Captured
-from tests.helpers.runtime_model import TINY_LAYERS, Pair, assert_same
+from tests.helpers.runtime_errors import LAYERS
+from tests.helpers.runtime_model import Pair, assert_same
 from tests.runtime.conftest import Folder
 
 LENGTH = 6
@@ -17,8 +18,8 @@ CONTEXTS = (6, 7, 34, 49, 51, 66, 97, 150)
 
 @pytest.fixture(scope="module")
 def pair(folder: Folder) -> Pair:
-    pair = Pair(folder(TINY_LAYERS), max_rows=2 * len(CONTEXTS), max_context=192, max_tokens=256)
-    pair.backbone.set_aux_layers((10, 9, 8))
+    pair = Pair(folder(LAYERS), max_rows=2 * len(CONTEXTS), max_context=192, max_tokens=256)
+    pair.backbone.set_aux_layers((4, 3, 2))
     return pair
 
 
