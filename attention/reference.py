@@ -17,6 +17,8 @@ INDEX_DIM = 128
 # Gathered float32 keys at a time; rows go through in chunks of so many bytes.
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _NEGATIVE_INFINITY = float("-inf")
+_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+_FP8_TABLES = {torch.float32: _CODES.float(), torch.float64: _CODES.double()}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,6 +59,13 @@ def quantize(x: Tensor, exponent: Tensor) -> Tensor:
     return (x * power_of_two(-exponent)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 e4m3 bytes in float32 or float64. A CPU looks them up: torch's own conversion there is no vector code."""
+    if codes.is_cuda:
+        return codes.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    return torch.index_select(_FP8_TABLES[dtype], 0, codes.flatten().int()).view(codes.shape)
+
+
 def page_planes(cache: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """A page's two planes as views [blocks, states, first] and [blocks, states, second], in bytes."""
     blocks, states = cache.shape[:2]
@@ -88,14 +97,14 @@ def insert_kv(cache: Tensor, slots: Tensor, latent: Tensor, cos_sin: Tensor) -> 
 
 
 def read_kv(cache: Tensor, slots: Tensor) -> Tensor:
-    """Records at `slots` [T, n] (-1: any) -> [T, n, 512] float32, in bfloat16's precision."""
+    """Records at `slots` [T, n] (-1: any) -> [T, n, 512] float32, which bfloat16 holds exactly."""
     states = cache.shape[1]
     data, scales = (
         p[slots.clamp_min(0) // states, slots.clamp_min(0) % states] for p in page_planes(cache, KV_DATA, KV_SCALES)
     )
-    fp8 = data[..., :NOPE].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, KV_BLOCK))
-    nope = (fp8 * power_of_two(scales[..., :7].int() - 127).unsqueeze(-1)).flatten(-2).to(torch.bfloat16)
-    return torch.cat((nope, data[..., NOPE:].contiguous().view(torch.bfloat16)), -1).float()
+    fp8 = fp8_values(data[..., :NOPE], torch.float32).unflatten(-1, (-1, KV_BLOCK))
+    nope = (fp8 * power_of_two(scales[..., :7].int() - 127).unsqueeze(-1)).flatten(-2)
+    return torch.cat((nope, data[..., NOPE:].contiguous().view(torch.bfloat16).float()), -1)
 
 
 def compress(compressor: CompressorView, kv_score: Tensor, positions: Tensor, ring: CacheView | None) -> Tensor:
@@ -151,7 +160,7 @@ def index_scores(cache: Tensor, meta: CacheView, ratio: int, q: Tensor, weights:
     for start in range(0, q.shape[0], step):
         part = slice(start, start + step)
         index = (blocks[part][:, column // meta.states], column % meta.states)
-        keys = values[index].view(torch.float8_e4m3fn).double()
+        keys = fp8_values(values[index], torch.float64)
         dots = torch.bmm(q[part].double(), keys.transpose(1, 2)).relu()
         total = (weights[part].unsqueeze(2) * dots).sum(1)
         chunks.append((total * scales[index].contiguous().view(torch.float32).squeeze(2)).float())

@@ -19,6 +19,7 @@ from specialized_decode.backbone.cache import (
 from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.context import ForwardContext
 from specialized_decode.backbone.formats import (
+    decode_fp8,
     decode_kv,
     encode_index_key,
     encode_kv,
@@ -163,7 +164,7 @@ class Indexer:
             slots = table[:, columns // meta.states] * meta.states + columns % meta.states
             values, scale = gather_records(index_planes(self.k_cache), slots)
             # Products of FP8 values and their sums are exact in float64, so the order of summation cannot matter.
-            dots = q[rows].double() @ values.view(torch.float8_e4m3fn).double().transpose(1, 2)
+            dots = q[rows].double() @ decode_fp8(values, torch.float64).transpose(1, 2)
             total = (dots.relu() * weights[rows].unsqueeze(-1)).sum(1)
             scores[rows] = (total * scale.contiguous().view(torch.float32).squeeze(-1)).float()
         closed = (positions + 1) // self.ratio

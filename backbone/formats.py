@@ -30,6 +30,20 @@ def decode_ue8m0(scale: Tensor) -> Tensor:
     return scale.view(torch.float8_e8m0fnu).float()
 
 
+_FP8_VALUES = {
+    dtype: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+    for dtype in (torch.float32, torch.float64)
+}
+
+
+def decode_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 e4m3 bytes (uint8, any shape) in `dtype`, float32 or float64."""
+    if codes.is_cuda:
+        return codes.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    # torch converts FP8 on a CPU one element after another, four times as slowly as a table does.
+    return _FP8_VALUES[dtype].index_select(0, codes.flatten().int()).view(codes.shape)
+
+
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, K] FP8 e4m3 with UE8M0 [ceil(N/32), ceil(K/32)] -> [N, K] in `dtype`; exact in bfloat16 and wider."""
     rows, columns = weight.shape
@@ -43,7 +57,7 @@ def dequantize_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     # e2m1 is e4m3 with two exponent bits and one of mantissa: in place, and 2**6 too small, subnormals included.
     bits = (codes & 8) << 4 | (codes & 7) << 2
-    values = bits.view(torch.float8_e4m3fn).to(dtype) * 64
+    values = (decode_fp8(bits, torch.float32) * 64).to(dtype)
     return (values.unflatten(-1, (-1, 32)) * decode_ue8m0(scale).to(dtype).unsqueeze(-1)).flatten(-2)
 
 
@@ -81,11 +95,11 @@ def encode_kv(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_kv(data: Tensor, scales: Tensor) -> Tensor:
-    """Records ([..., 576] data, [..., 8] scales, uint8) -> latents [..., 512] float32, each rounded to bfloat16."""
-    nope = data[..., :NOPE_DIM].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, KV_BLOCK))
+    """Records ([..., 576] data, [..., 8] scales, uint8) -> latents [..., 512] float32, which bfloat16 holds exactly."""
+    nope = decode_fp8(data[..., :NOPE_DIM], torch.float32).unflatten(-1, (-1, KV_BLOCK))
     nope = nope * decode_ue8m0(scales[..., : nope.shape[-2]]).unsqueeze(-1)
     rope = data[..., NOPE_DIM:].contiguous().view(torch.bfloat16).float()
-    return torch.cat((nope.flatten(-2).to(torch.bfloat16).float(), rope), -1)
+    return torch.cat((nope.flatten(-2), rope), -1)
 
 
 def encode_index_key(key: Tensor) -> tuple[Tensor, Tensor]:

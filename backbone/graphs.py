@@ -6,10 +6,10 @@ side stream must be joined before it is read and before the capture ends.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,16 +111,21 @@ class EmulatedDevice:
                 self._written[_storage(tensor)] = (self.current, clock[self.current])
 
 
+class _Value(NamedTuple):
+    """Stands in a recorded call's arguments for the value that an earlier call made."""
+
+    slot: int
+
+
 @dataclass
 class _Call:
-    """One recorded operation. `fills` name the places in its arguments that take the values of earlier ones."""
+    """One recorded operation: a function, its arguments, and the slots that its results take."""
 
-    func: Any
+    func: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
-    fills: list[tuple[Any, Any, int]]
     results: list[int]
-    dead: list[int] = field(default_factory=list)
+    single: bool
 
 
 class EmulatedGraph(TorchDispatchMode):
@@ -139,72 +144,101 @@ class EmulatedGraph(TorchDispatchMode):
         self._slots: dict[int, int] = {}
         self._made: list[Any] = []
         self._outputs: list[tuple[int, Tensor]] = []
-        self._count = 0
+        self._program: Callable[[], None] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _reads_back(func, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if _reads_back(func, args, kwargs):
             raise CaptureError(f"{func} reads the device back, which a capture does not permit")
-        result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        if not any(a is not None and not a.is_write for a in (value.alias_info for value in schema.returns)):
-            written = _written_arguments(func, args, kwargs or {}) or _tensors(result)
-            self._device.ran(func, _tensors((args, kwargs)), written)
-        self._record(func, args, kwargs or {}, result)
+        result = func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
+            if not any(id(tensor) in self._slots for tensor in inputs):
+                # A view of tensors that stay where they lie is the same in every replay.
+                return result
+            written = []
+        else:
+            written = _written_arguments(func, args, kwargs)
+            self._device.ran(func, inputs, written or _tensors(result))
+        self._record(func, args, kwargs, result, {id(tensor) for tensor in written})
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        fills: list[tuple[Any, Any, int]] = []
-        call = _Call(func, self._template(list(args), fills), self._template(dict(kwargs), fills), fills, [])
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, written: set[int]) -> None:
+        given, named = [self._template(a) for a in args], {name: self._template(a) for name, a in kwargs.items()}
+        results = []
         for tensor in _tensors(result):
+            if id(tensor) in written and id(tensor) not in self._slots:
+                continue  # an outside tensor that was written in place
             if id(tensor) not in self._slots:
                 self._slots[id(tensor)] = len(self._made)
                 self._made.append(tensor)
-            call.results.append(self._slots[id(tensor)])
-        self._calls.append(call)
+            results.append(self._slots[id(tensor)])
+        self._calls.append(_Call(_binding(func), given, named, results, isinstance(result, Tensor)))
 
-    def _template(self, container: Any, fills: list[tuple[Any, Any, int]]) -> Any:
-        """`container` with the values made inside the capture taken out, and noted in `fills`."""
-        places = container.items() if isinstance(container, dict) else enumerate(container)
-        for place, value in list(places):
-            if isinstance(value, Tensor) and id(value) in self._slots:
-                fills.append((container, place, self._slots[id(value)]))
-                container[place] = None
-            elif isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-                container[place] = self._template(list(value), fills)
-        return container
+    def _template(self, value: Any) -> Any:
+        """An argument with the values made inside the capture replaced by their slots."""
+        if isinstance(value, Tensor):
+            return _Value(self._slots[id(value)]) if id(value) in self._slots else value
+        if isinstance(value, (list, tuple)):
+            return [self._template(item) for item in value]
+        return value
 
     def finish(self) -> None:
-        """Ends the recording: keeps the outputs, forgets the rest, and notes where each value is used last."""
-        self._count = len(self._made)
+        """Ends the recording: keeps the outputs and forgets the rest."""
         alive = [weakref.ref(tensor) for tensor in self._made]
         self._made.clear()
         self._slots.clear()
         self._outputs = [(slot, tensor) for slot, ref in enumerate(alive) if (tensor := ref()) is not None]
-        pending = set(range(self._count)) - {slot for slot, _ in self._outputs}
-        for call in reversed(self._calls):
-            used = {slot for _, _, slot in call.fills} | set(call.results)
-            call.dead = sorted(used & pending)
-            pending -= used
 
     def replay(self) -> None:
         """Runs the recorded operations in order."""
-        values: list[Any] = [None] * self._count
+        if self._program is None:
+            self._program = _compile(self._calls, self._outputs)
         with torch.no_grad():
-            for call in self._calls:
-                for container, place, slot in call.fills:
-                    container[place] = values[slot]
-                result = call.func(*call.args, **call.kwargs)
-                if isinstance(result, Tensor):
-                    values[call.results[0]] = result
-                else:
-                    for slot, value in zip(call.results, _tensors(result), strict=True):
-                        values[slot] = value
-                for container, place, _ in call.fills:
-                    container[place] = None
-                for slot in call.dead:
-                    values[slot] = None
-            for slot, output in self._outputs:
-                output.copy_(values[slot])
+            self._program()
+
+
+def _compile(calls: list[_Call], outputs: list[tuple[int, Tensor]]) -> Callable[[], None]:
+    """The calls as one Python function, a line each: its local variables cost less than a list of values would."""
+    names: dict[str, Any] = {}
+
+    def name(value: Any) -> str:
+        names[f"k{len(names)}"] = value
+        return f"k{len(names) - 1}"
+
+    def shown(value: Any) -> str:
+        if isinstance(value, _Value):
+            return f"v{value.slot}"
+        if isinstance(value, list):
+            return "[" + ", ".join(shown(item) for item in value) + "]"
+        return repr(value) if value is None or type(value) in (bool, int) else name(value)
+
+    last_use = {slot: len(calls) for slot, _ in outputs}
+    for index in range(len(calls) - 1, -1, -1):
+        for slot in {*_slots_in(calls[index].args), *_slots_in(calls[index].kwargs.values()), *calls[index].results}:
+            last_use.setdefault(slot, index)
+    dead: dict[int, list[str]] = {}
+    for slot, index in last_use.items():
+        dead.setdefault(index, []).append(f"v{slot}")
+    lines = ["def program():"]
+    for index, call in enumerate(calls):
+        arguments = [shown(a) for a in call.args] + [f"{key}={shown(a)}" for key, a in call.kwargs.items()]
+        target = ", ".join(f"v{slot}" for slot in call.results) + ("," if call.results and not call.single else "")
+        lines.append(f" {target + ' = ' if target else ''}{name(call.func)}({', '.join(arguments)})")
+        if index in dead:
+            lines.append(f" del {', '.join(dead[index])}")
+    lines += [f" {name(output)}.copy_(v{slot})" for slot, output in outputs]
+    exec(compile("\n".join([*lines, " return"]), "<captured graph>", "exec"), names)
+    program: Callable[[], None] = names["program"]
+    return program
+
+
+def _slots_in(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, _Value):
+            yield value.slot
+        elif isinstance(value, list):
+            yield from _slots_in(value)
 
 
 def _capture_cuda(run: Callable[[], None]) -> Graph:
@@ -251,6 +285,31 @@ def capture(device: EmulatedDevice | None, run: Callable[[], None]) -> Graph:
     device.end()
     emulated.finish()
     return emulated
+
+
+def _binding(func: Any) -> Callable[..., Any]:
+    """torch's own Python function for an operator: the same kernel, called in a third of the operator's time."""
+    name = func.overloadpacket.__name__
+    if name in _BINDINGS:
+        return _BINDINGS[name]
+    bound = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C.TensorBase, name, None)
+    return func if bound is None else bound
+
+
+def _to_copy(x: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    return x.to(dtype=dtype or x.dtype, copy=True, **{k: v for k, v in options.items() if v is not None})
+
+
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
+
+
+def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    return x[tuple(slice(None) if index is None else index for index in indices)]
+
+
+# Operators without a function of their own name.
+_BINDINGS: dict[str, Callable[..., Any]] = {"_to_copy": _to_copy, "slice": _slice, "index": _index}
 
 
 def _reads_back(func: Any, args: Any, kwargs: Any) -> bool:

@@ -46,11 +46,15 @@ class Mixer:
 
     def sinkhorn(self, comb: Tensor) -> Tensor:
         """Sinkhorn-Knopp: columns, then rows and columns in turn; `sinkhorn_iters` column passes in all."""
-        comb = comb / (comb.sum(-2, keepdim=True) + self.hc_eps)
+        n = comb.shape[-1]
+        # A border of eps makes every sum a sum plus eps.
+        bordered = torch.nn.functional.pad(comb, (0, 1, 0, 1), value=self.hc_eps)
+        inner, columns, rows = bordered[:, :n, :n], bordered[:, :, :n], bordered[:, :n]
+        inner.div_(columns.sum(-2, keepdim=True))
         for _ in range(self.sinkhorn_iters - 1):
-            comb.div_(comb.sum(-1, keepdim=True).add_(self.hc_eps))
-            comb.div_(comb.sum(-2, keepdim=True).add_(self.hc_eps))
-        return comb
+            inner.div_(rows.sum(-1, keepdim=True))
+            inner.div_(columns.sum(-2, keepdim=True))
+        return inner
 
 
 def post_mix(output: Tensor, residual: Tensor, mix: Coefficients) -> Tensor:

@@ -32,14 +32,14 @@ def release_sized_tokenizer() -> Tokenizer:
 
 
 def tiny_plan(seed: int = 0, drafts: int = 0) -> CheckpointPlan:
-    """A model of every kind of layer that a CPU runs: 10 layers, hidden size 256, 16 experts (155 MB)."""
+    """A model of every kind of layer that a CPU runs: 10 layers, hidden size 128, 16 experts (80 MB)."""
     _check_drafts(drafts)
     layers = _LayerPlan([0, 0, 2, 2, 2, 2, 1, 1, 1, 1], [2, 4, 6], [2, 4, 6, 8], 6, [1, 5])
     widths: Json = {
-        "hidden_size": 256,
-        "moe_intermediate_size": 96,
-        "num_attention_heads": 8,
-        "q_lora_rank": 128,
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "q_lora_rank": 64,
         "o_lora_rank": 64,
         "o_groups": 2,
         "max_position_embeddings": 4096,

@@ -9,7 +9,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ GOAL_PEAK_GB = 1.5
 # Start and length of three pieces of the text that ships with the package: short, past the window, past the top-k.
 _PIECES = ((0, 90), (2000, 700), (5000, 1500))
 _CHUNK_TOKENS = 512
-_WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3
 
 
 @dataclass
@@ -69,8 +69,36 @@ class Decoding:
         for request, token in zip(self.requests, self.logits.argmax(-1).tolist(), strict=True):
             request.tokens.append(token)
         self.logits = self.engine.decode(self.requests, self.generation)
+        if self.logits.is_cuda:
+            torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - start)
         self.cpu_seconds.append(time.process_time() - cpu_start)
+
+
+def timed_run(plain: Decoding, executor: Decoding, lengths: Sequence[int], steps: int) -> Run:
+    """Steps both in turn, after a few to warm up. lengths: tokens of each prompt."""
+    for _ in range(WARM_UP_STEPS + steps):
+        plain.step()
+        executor.step()
+    if executor.generation.executor_steps != WARM_UP_STEPS + steps:
+        raise click.ClickException(f"the executor did not run every step: {dict(executor.generation.plain_steps)}")
+    pairs = [
+        (a, b)
+        for one, other, length in zip(plain.requests, executor.requests, lengths, strict=True)
+        for a, b in zip(one.tokens[length:], other.tokens[length:], strict=True)
+    ]
+    timed = slice(WARM_UP_STEPS, None)
+    return Run(
+        rows=len(lengths),
+        context=tuple(length + WARM_UP_STEPS for length in lengths),
+        steps=steps,
+        plain_ms=Times.of(plain.seconds[timed]),
+        executor_ms=Times.of(executor.seconds[timed]),
+        identical_tokens=sum(a == b for a, b in pairs),
+        tokens=len(pairs),
+        plain_cpu_ms=None if plain.logits.is_cuda else Times.of(plain.cpu_seconds[timed]),
+        executor_cpu_ms=None if plain.logits.is_cuda else Times.of(executor.cpu_seconds[timed]),
+    )
 
 
 def measure(folder: Path, steps: int) -> Result:
@@ -78,7 +106,7 @@ def measure(folder: Path, steps: int) -> Result:
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(corpus()[start : start + length]).ids for start, length in _PIECES]
     lengths = [len(prompt) for prompt in prompts]
-    context = max(lengths) + steps + _WARM_UP_STEPS + 1
+    context = max(lengths) + steps + WARM_UP_STEPS + 1
     load_before = os.getloadavg()[0]
     model = load_model(folder, torch.device("cpu"), _CHUNK_TOKENS, context)
 
@@ -88,28 +116,7 @@ def measure(folder: Path, steps: int) -> Result:
     # A graph keeps the caches that it was captured on; plain steps use those bound last.
     executor = Decoding.start(model, prompts, context, build)
     plain = Decoding.start(model, prompts, context, None)
-    for _ in range(_WARM_UP_STEPS + steps):
-        plain.step()
-        executor.step()
-    if executor.generation.executor_steps != _WARM_UP_STEPS + steps:
-        raise click.ClickException(f"the executor did not run every step: {dict(executor.generation.plain_steps)}")
-    pairs = [
-        (a, b)
-        for one, other, length in zip(plain.requests, executor.requests, lengths, strict=True)
-        for a, b in zip(one.tokens[length:], other.tokens[length:], strict=True)
-    ]
-    timed = slice(_WARM_UP_STEPS, None)
-    run = Run(
-        rows=len(prompts),
-        context=tuple(length + _WARM_UP_STEPS for length in lengths),
-        steps=steps,
-        plain_ms=Times.of(plain.seconds[timed]),
-        executor_ms=Times.of(executor.seconds[timed]),
-        identical_tokens=sum(a == b for a, b in pairs),
-        tokens=len(pairs),
-        plain_cpu_ms=Times.of(plain.cpu_seconds[timed]),
-        executor_cpu_ms=Times.of(executor.cpu_seconds[timed]),
-    )
+    run = timed_run(plain, executor, lengths, steps)
     config = model.config
     return Result(
         benchmark="decode_cpu",

@@ -30,12 +30,16 @@ def coefficients(residual: Tensor, mixer: MixerView) -> tuple[Tensor, Tensor, Te
 
 def _activate(logits: Tensor, n: int, mixer: MixerView) -> tuple[Tensor, Tensor, Tensor]:
     pre, post, comb = (part.contiguous() for part in logits.split([n, n, n * n], 1))
-    comb = comb.view(-1, n, n).softmax(2) + mixer.hc_eps
+    # Row n and column n hold eps, so that the sums over n + 1 entries are the eps-regularized ones.
+    table = pre.new_full((pre.shape[0], n + 1, n + 1), mixer.hc_eps)
+    matrix = table[:, :n, :n]
+    matrix.copy_(comb.view(-1, n, n).softmax(2) + mixer.hc_eps)
+    by_column, by_row = table[:, :, :n], table[:, :n]
     for iteration in range(mixer.sinkhorn_iters):
         if iteration:
-            comb.div_(comb.sum(2, keepdim=True).add_(mixer.hc_eps))
-        comb.div_(comb.sum(1, keepdim=True).add_(mixer.hc_eps))
-    return pre.sigmoid() + mixer.hc_eps, 2.0 * post.sigmoid(), comb
+            matrix.div_(by_row.sum(2, keepdim=True))
+        matrix.div_(by_column.sum(1, keepdim=True))
+    return pre.sigmoid() + mixer.hc_eps, 2.0 * post.sigmoid(), matrix.contiguous()
 
 
 def finalize(output: UnfinalizedRows) -> Tensor:

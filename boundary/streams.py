@@ -37,5 +37,5 @@ class CudaSideStream:
 
     def join(self) -> None:
         if self.pending:
-            torch.cuda.current_stream().wait_stream(self._stream)
             self.pending = False
+            torch.cuda.current_stream().wait_stream(self._stream)

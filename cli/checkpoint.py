@@ -15,7 +15,7 @@ from specialized_decode.cli.progress import progress_bar
     type=click.Choice(["tiny", "flash"]),
     default="tiny",
     show_default=True,
-    help="tiny: every feature at small widths, 155 MB. flash: V4.1-Flash's widths.",
+    help="tiny: every feature at small widths, 80 MB. flash: V4.1-Flash's widths.",
 )
 @click.option("--layers", type=click.IntRange(min=4), help="flash: layers; 40 is the release's plan.  [default: 4]")
 @click.option("--experts", type=click.IntRange(min=6), help="flash: routed experts of a layer.  [default: 384]")

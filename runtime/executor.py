@@ -1,6 +1,7 @@
 """SpecializedDecode: the decoder layers of pure decode batches, run inside FULL graphs in the stock layers' place."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -230,10 +231,18 @@ class SpecializedDecode:
         return [*streams, self.boundaries.stream]
 
     def _join_side_work(self) -> None:
-        """Joins every stream that a step may have forked, and drops what nobody waited for."""
-        for stream in self.side_streams():
-            stream.join()
-        self.engram.join()
+        """Joins every stream that a step may have forked, and drops what nobody waited for.
+
+        A join that fails keeps no other from being tried; its error goes on unless the step's own does already.
+        """
+        failures = []
+        for join in (*(stream.join for stream in self.side_streams()), self.engram.join):
+            try:
+                join()
+            except RuntimeError as error:
+                failures.append(error)
+        if failures and sys.exc_info()[1] is None:
+            raise failures[0]
 
     def _stream(self, name: str) -> SideStream:
         return CudaSideStream(self.device) if self.device.type == "cuda" else self.host.emulated_stream(name)

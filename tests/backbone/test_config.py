@@ -121,7 +121,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str, str]] = [
         "90",
         "a multiple of the weight block, 32",
     ),
-    (_text(o_groups=3), "text_config.o_groups", "3", "a divisor of num_attention_heads, 8"),
+    (_text(o_groups=3), "text_config.o_groups", "3", "a divisor of num_attention_heads, 4"),
     (_text(num_experts_per_tok=17), "text_config.num_experts_per_tok", "17", "at most n_routed_experts, 16"),
     (_text(n_shared_experts=2), "text_config.n_shared_experts", "2", "1"),
     (_text(vocab_size=129268), "text_config.vocab_size", "129268", "at least 129269, past the image tokens"),

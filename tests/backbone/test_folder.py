@@ -74,7 +74,7 @@ def test_several_shards(folder_copy: Path) -> None:
     _edit_index(folder_copy, lambda index: index.update({"norm.weight": "b.safetensors"}))
     with ModelFolder(folder_copy) as model:
         model.check(_specs(folder_copy))
-        assert model.tensor("norm.weight", TensorSpec((256,), torch.bfloat16)).shape == (256,)
+        assert model.tensor("norm.weight", TensorSpec((128,), torch.bfloat16)).shape == (128,)
 
 
 def test_check_reads_no_data(folder_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_check_reads_no_data(folder_copy: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_problem_is_in_one_error(folder_copy: Path) -> None:
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["layers.3.attn.attn_sink"]
-        tensors["layers.4.ffn_norm.weight"] = torch.ones(255, dtype=torch.bfloat16)
+        tensors["layers.4.ffn_norm.weight"] = torch.ones(127, dtype=torch.bfloat16)
         tensors["layers.5.hc_attn_base"] = torch.ones(24, dtype=torch.float16)
 
     _edit_tensors(folder_copy, damage)
@@ -94,9 +94,9 @@ def test_every_problem_is_in_one_error(folder_copy: Path) -> None:
         f"{folder_copy}: the checkpoint does not fit its config.json",
         "2 missing:",
         "  layers.2.attn.indexer.wk.weight: in no shard, expected BF16 [128, 512]",
-        f"  {SHARD}: layers.3.attn.attn_sink: listed in the index but absent, expected F32 [8]",
+        f"  {SHARD}: layers.3.attn.attn_sink: listed in the index but absent, expected F32 [4]",
         "1 misshapen:",
-        f"  {SHARD}: layers.4.ffn_norm.weight: found BF16 [255], expected BF16 [256]",
+        f"  {SHARD}: layers.4.ffn_norm.weight: found BF16 [127], expected BF16 [128]",
         "1 wrong dtype:",
         f"  {SHARD}: layers.5.hc_attn_base: found F16 [24], expected F32 [24]",
     ]
@@ -176,8 +176,8 @@ def test_tensor_refuses_what_is_not_as_expected(small_folder: Path) -> None:
     with ModelFolder(small_folder) as model:
         with pytest.raises(CheckpointError, match=r"nothing\.weight: in no shard"):
             model.tensor("nothing.weight", TensorSpec((1,), torch.float32))
-        with pytest.raises(CheckpointError, match=r"norm\.weight: found BF16 \[256\], expected F32 \[256\]"):
-            model.tensor("norm.weight", TensorSpec((256,), torch.float32))
+        with pytest.raises(CheckpointError, match=r"norm\.weight: found BF16 \[128\], expected F32 \[128\]"):
+            model.tensor("norm.weight", TensorSpec((128,), torch.float32))
 
 
 def test_shard_that_vanishes_after_the_check(folder_copy: Path) -> None:

@@ -32,62 +32,62 @@ def _layer(specs: dict[str, TensorSpec], prefix: str) -> Layout:
 
 
 BLOCK: Layout = {
-    "attn_norm.weight": ((256,), BF16),
-    "hc_attn_fn": ((24, 1024), F32),
+    "attn_norm.weight": ((128,), BF16),
+    "hc_attn_fn": ((24, 512), F32),
     "hc_attn_base": ((24,), F32),
     "hc_attn_scale": ((3,), F32),
-    "ffn_norm.weight": ((256,), BF16),
-    "hc_ffn_fn": ((24, 1024), F32),
+    "ffn_norm.weight": ((128,), BF16),
+    "hc_ffn_fn": ((24, 512), F32),
     "hc_ffn_base": ((24,), F32),
     "hc_ffn_scale": ((3,), F32),
-    "attn.wq_a.weight": ((128, 256), FP8),
-    "attn.wq_a.scale": ((4, 8), E8),
-    "attn.wkv.weight": ((512, 256), FP8),
-    "attn.wkv.scale": ((16, 8), E8),
-    "attn.wq_b.weight": ((4096, 128), FP8),
-    "attn.wq_b.scale": ((128, 4), E8),
-    "attn.wo_a.weight": ((128, 2048), FP8),
-    "attn.wo_a.scale": ((4, 64), E8),
-    "attn.wo_b.weight": ((256, 128), FP8),
-    "attn.wo_b.scale": ((8, 4), E8),
-    "attn.q_norm.weight": ((128,), BF16),
+    "attn.wq_a.weight": ((64, 128), FP8),
+    "attn.wq_a.scale": ((2, 4), E8),
+    "attn.wkv.weight": ((512, 128), FP8),
+    "attn.wkv.scale": ((16, 4), E8),
+    "attn.wq_b.weight": ((2048, 64), FP8),
+    "attn.wq_b.scale": ((64, 2), E8),
+    "attn.wo_a.weight": ((128, 1024), FP8),
+    "attn.wo_a.scale": ((4, 32), E8),
+    "attn.wo_b.weight": ((128, 128), FP8),
+    "attn.wo_b.scale": ((4, 4), E8),
+    "attn.q_norm.weight": ((64,), BF16),
     "attn.kv_norm.weight": ((512,), BF16),
-    "attn.attn_sink": ((8,), F32),
-    "ffn.gate.weight": ((16, 256), BF16),
+    "attn.attn_sink": ((4,), F32),
+    "ffn.gate.weight": ((16, 128), BF16),
     "ffn.gate.bias": ((16,), F32),
     "ffn.gate.bias_vl": ((16,), F32),
-    "ffn.shared_experts.w1.weight": ((96, 256), FP8),
-    "ffn.shared_experts.w1.scale": ((3, 8), E8),
-    "ffn.shared_experts.w3.weight": ((96, 256), FP8),
-    "ffn.shared_experts.w3.scale": ((3, 8), E8),
-    "ffn.shared_experts.w2.weight": ((256, 96), FP8),
-    "ffn.shared_experts.w2.scale": ((8, 3), E8),
-    "ffn.experts.0.w1.weight": ((96, 128), I8),
-    "ffn.experts.0.w1.scale": ((96, 8), E8),
-    "ffn.experts.0.w3.weight": ((96, 128), I8),
-    "ffn.experts.0.w3.scale": ((96, 8), E8),
-    "ffn.experts.0.w2.weight": ((256, 48), I8),
-    "ffn.experts.0.w2.scale": ((256, 3), E8),
+    "ffn.shared_experts.w1.weight": ((64, 128), FP8),
+    "ffn.shared_experts.w1.scale": ((2, 4), E8),
+    "ffn.shared_experts.w3.weight": ((64, 128), FP8),
+    "ffn.shared_experts.w3.scale": ((2, 4), E8),
+    "ffn.shared_experts.w2.weight": ((128, 64), FP8),
+    "ffn.shared_experts.w2.scale": ((4, 2), E8),
+    "ffn.experts.0.w1.weight": ((64, 64), I8),
+    "ffn.experts.0.w1.scale": ((64, 4), E8),
+    "ffn.experts.0.w3.weight": ((64, 64), I8),
+    "ffn.experts.0.w3.scale": ((64, 4), E8),
+    "ffn.experts.0.w2.weight": ((128, 32), I8),
+    "ffn.experts.0.w2.scale": ((128, 2), E8),
 }
 ENGRAM: Layout = {
     "engram.embed.weight": ((3198, 64), FP8),
     "engram.embed.scale": ((3198, 2), E8),
-    "engram.wkv.weight": ((1280, 384), FP8),
-    "engram.wkv.scale": ((40, 12), E8),
-    "engram.q_weight": ((4, 256), BF16),
-    "engram.k_weight": ((4, 256), BF16),
+    "engram.wkv.weight": ((640, 384), FP8),
+    "engram.wkv.scale": ((20, 12), E8),
+    "engram.q_weight": ((4, 128), BF16),
+    "engram.k_weight": ((4, 128), BF16),
 }
 INDEXER: Layout = {
-    "attn.indexer.wq_b.weight": ((512, 128), FP8),
-    "attn.indexer.wq_b.scale": ((16, 4), E8),
-    "attn.indexer.weights_proj.weight": ((4, 256), BF16),
+    "attn.indexer.wq_b.weight": ((512, 64), FP8),
+    "attn.indexer.wq_b.scale": ((16, 2), E8),
+    "attn.indexer.weights_proj.weight": ((4, 128), BF16),
 }
 INDEX_KEYS: Layout = {
     "attn.indexer.wk.weight": ((128, 512), BF16),
     "attn.indexer.k_norm.weight": ((128,), BF16),
 }
-COMPRESSOR: Layout = {"attn.compressor.wkv.weight": ((512, 256), BF16), "attn.compressor.norm.weight": ((512,), BF16)}
-GATE: Layout = {"attn.compressor.wgate.weight": ((512, 256), BF16)}
+COMPRESSOR: Layout = {"attn.compressor.wkv.weight": ((512, 128), BF16), "attn.compressor.norm.weight": ((512,), BF16)}
+GATE: Layout = {"attn.compressor.wgate.weight": ((512, 128), BF16)}
 
 
 def test_each_kind_of_layer_has_its_tensors() -> None:
@@ -108,9 +108,9 @@ def test_model_has_embedding_norm_and_head() -> None:
     specs = text_tensors(_config())
     outside = {name: (spec.shape, spec.dtype) for name, spec in specs.items() if not name.startswith("layers.")}
     assert outside == {
-        "embed.weight": ((129280, 256), BF16),
-        "norm.weight": ((256,), BF16),
-        "head.weight": ((129280, 256), BF16),
+        "embed.weight": ((129280, 128), BF16),
+        "norm.weight": ((128,), BF16),
+        "head.weight": ((129280, 128), BF16),
     }
     assert sum(".experts." in name for name in specs) == 10 * 16 * 6
 
@@ -131,15 +131,15 @@ def test_drafts_are_window_only_blocks_around_their_heads() -> None:
         for name, (shape, dtype) in BLOCK.items()
     }
     first: Layout = {
-        "main_proj.weight": ((256, 768), FP8),
-        "main_proj.scale": ((8, 24), E8),
+        "main_proj.weight": ((128, 384), FP8),
+        "main_proj.scale": ((4, 12), E8),
         "main_norm.weight": ((256,), BF16),
     }
     last: Layout = {
-        "norm.weight": ((256,), BF16),
+        "norm.weight": ((128,), BF16),
         "markov_head.embed.weight": ((129280, 32), BF16),
         "markov_head.head.weight": ((129280, 32), BF16),
-        "confidence_head.proj.weight": ((1, 288), F32),
+        "confidence_head.proj.weight": ((1, 160), F32),
     }
     for draft, extra in enumerate([first, {}, last]):
         assert _layer(specs, f"mtp.{draft}.") == block | extra, draft
@@ -163,5 +163,5 @@ def test_blocks_cut_by_the_edge_have_a_scale() -> None:
     config["text_config"]["engram_head_dim"] = 32
     config["text_config"]["engram_n_heads"] = 1
     specs = text_tensors(ModelConfig.from_dict(config, "narrow"))
-    assert specs["layers.1.engram.wkv.weight"].shape == (1280, 96)
-    assert specs["layers.1.engram.wkv.scale"].shape == (40, 3)
+    assert specs["layers.1.engram.wkv.weight"].shape == (640, 96)
+    assert specs["layers.1.engram.wkv.scale"].shape == (20, 3)

@@ -50,8 +50,6 @@ class Layers:
     engram_layer_ids: tuple[int, ...] = ()
 
 
-# The tiny preset's plan: every kind of layer.
-TINY_LAYERS = Layers((0, 0, 2, 2, 2, 2, 1, 1, 1, 1), (2, 4, 6), (2, 4, 6, 8), 6, (1, 5))
 # Every kind of layer in as few as possible, for steps of many rows.
 FEW_LAYERS = Layers((0, 2, 1, 1), (1, 2), (1, 2, 3), 2, (1,))
 
