@@ -130,8 +130,9 @@ class LocalEngine:
         """Greedy generation of `tokens` tokens for each prompt. Raises PromptError for one that does not fit."""
         self._check(prompts, tokens)
         generation = Generation([])
-        requests = [self.caches.open(list(prompt)) for prompt in prompts]
+        requests: list[Request] = []
         try:
+            requests.extend(self.caches.open(list(prompt)) for prompt in prompts)
             logits = self.prefill(requests, lambda count: generation.plain_steps.update([PREFILL]))
             for step in range(tokens):
                 for request, token in zip(requests, logits.argmax(-1).tolist(), strict=True):

@@ -143,8 +143,7 @@ class EmulatedGraph(TorchDispatchMode):
         # While capturing: every tensor made inside with its slot. The references keep addresses from being reused.
         self._slots: dict[int, int] = {}
         self._made: list[Any] = []
-        self._outputs: list[tuple[int, Tensor]] = []
-        self._program: Callable[[], None] | None = None
+        self._program: Callable[[], None] = lambda: None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,16 +183,15 @@ class EmulatedGraph(TorchDispatchMode):
         return value
 
     def finish(self) -> None:
-        """Ends the recording: keeps the outputs and forgets the rest."""
+        """Ends the recording: keeps the outputs, forgets the rest, and makes the program that replays run."""
         alive = [weakref.ref(tensor) for tensor in self._made]
         self._made.clear()
         self._slots.clear()
-        self._outputs = [(slot, tensor) for slot, ref in enumerate(alive) if (tensor := ref()) is not None]
+        outputs = [(slot, tensor) for slot, ref in enumerate(alive) if (tensor := ref()) is not None]
+        self._program = _compile(self._calls, outputs)
 
     def replay(self) -> None:
         """Runs the recorded operations in order."""
-        if self._program is None:
-            self._program = _compile(self._calls, self._outputs)
         with torch.no_grad():
             self._program()
 

@@ -20,6 +20,7 @@ class SingleRank:
 
     rank = 0
     size = 1
+    process_group = None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] -> [1, ...]: every rank's tensor, in rank order."""

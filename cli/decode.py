@@ -11,6 +11,7 @@ import click
 import torch
 from tokenizers import Tokenizer
 
+from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.corpus import corpus
 from specialized_decode.backbone.engine import Generation, LocalEngine
 from specialized_decode.backbone.errors import PromptError
@@ -39,22 +40,33 @@ _CHUNK_TOKENS = 512
 @click.option(
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
+@click.option("--reference", is_flag=True, help="Reference ops for the executor even where kernels would serve.")
 def decode(
-    folder: Path | None, prompts: tuple[str, ...], tokens: int, rows: int | None, device: str, context: int | None
+    folder: Path | None,
+    prompts: tuple[str, ...],
+    tokens: int,
+    rows: int | None,
+    device: str,
+    context: int | None,
+    reference: bool,
 ) -> None:
     """Generates greedily from FOLDER, first with the plain layers, then with the executor, and compares.
 
     Without FOLDER it decodes the tiny random model, which it writes to the user's cache folder on first use. On cuda
-    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated.
+    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. Kernels round
+    otherwise than the plain layers do, and random weights leave the best tokens close together: with kernels the two
+    texts part sooner or later; on reference ops, which a cpu always runs, they are the same.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(
             "--device cuda: found no CUDA device, expected one; `specialized-decode doctor` says more"
         )
     folder = folder or _tiny_folder()
+    # First, so that a folder that is no model is called that.
+    ModelConfig.from_folder(folder)
     tokenizer = load_tokenizer(folder)
     texts = _fill(prompts or _default_prompts(), rows)
-    encoded = [tokenizer.encode(text).ids for text in texts]
+    encoded = [tokenizer.encode(_unicode(index, text)).ids for index, text in enumerate(texts)]
     for index, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
         if not ids:
             raise PromptError(f"prompt {index}: found {text!r}, which is no tokens, expected at least one")
@@ -66,16 +78,22 @@ def decode(
     with progress_bar(f"loading {folder}", "layer") as progress:
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
-    _compare(model, tokenizer, encoded, tokens, context, chunk)
+    _compare(model, tokenizer, encoded, tokens, context, chunk, DecodeConfig(reference=reference))
 
 
 def _compare(
-    model: DeepseekV41, tokenizer: Tokenizer, prompts: list[list[int]], tokens: int, context: int, chunk: int
+    model: DeepseekV41,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    tokens: int,
+    context: int,
+    chunk: int,
+    config: DecodeConfig,
 ) -> None:
     engine = LocalEngine(model, len(prompts), context, chunk)
     with progress_bar("plain layers", "token") as progress:
         plain = engine.generate(prompts, tokens, lambda step: progress(step, tokens, ""))
-    model.executor = SpecializedDecode.for_target(model.model, DecodeConfig(), model.lm_head)
+    model.executor = SpecializedDecode.for_target(model.model, config, model.lm_head)
     engine.capture([len(prompts)])
     with progress_bar("executor", "token") as progress:
         executor = engine.generate(prompts, tokens, lambda step: progress(step, tokens, ""))
@@ -145,6 +163,15 @@ def _fill(prompts: Sequence[str], rows: int | None) -> list[str]:
     if rows is not None and rows < len(prompts):
         raise PromptError(f"--rows: found {rows}, expected at least {len(prompts)}, one for each prompt")
     return [prompts[i % len(prompts)] for i in range(rows or len(prompts))]
+
+
+def _unicode(index: int, text: str) -> str:
+    """A prompt as it is. Raises PromptError where the shell handed over bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptError(f"prompt {index}: found bytes that are not UTF-8, expected text") from None
+    return text
 
 
 def _shown(text: str) -> str:

@@ -70,13 +70,14 @@ def requirements(deployment: str, tp: int, folder: Path | None) -> list[Requirem
         rows += [_gpu(), _gpu_count(tp), _peer_access(tp)]
     if deployment == "vllm":
         rows += [_vllm(), _plugin()]
-    return rows + (_folder(folder, deployment) if folder is not None else [])
+    return rows + (_folder(folder, deployment, tp) if folder is not None else [])
 
 
 def _print(deployment: str, rows: list[Requirement], runs: bool) -> None:
     click.echo(f"specialized-decode {__version__}, deployment {deployment}")
     for row in rows:
-        click.echo(f"  {'ok     ' if row.ok else 'MISSING'} {row.name}: {row.found}")
+        found = row.found.replace("\n", "\n          ")
+        click.echo(f"  {'ok     ' if row.ok else 'MISSING'} {row.name}: {found}")
         if not row.ok:
             click.echo(f"          expected {row.expected}; {row.remedy}")
     missing = sum(not row.ok for row in rows)
@@ -122,14 +123,11 @@ def _peer_access(tp: int) -> Requirement:
     count = min(tp, torch.cuda.device_count())
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     blocked = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    found = (
-        f"GPU {blocked[0][0]} cannot reach GPU {blocked[0][1]}"
-        if blocked
-        else "one GPU"
-        if tp == 1
-        else f"{count} GPUs"
-    )
-    return Requirement("Peer access", not blocked, found, expected, remedy)
+    if blocked:
+        found = f"GPU {blocked[0][0]} cannot reach GPU {blocked[0][1]}"
+    else:
+        found = {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")
+    return Requirement("Peer access", not blocked and count > 0, found, expected, remedy)
 
 
 def _installed(distribution: str) -> str | None:
@@ -159,17 +157,19 @@ def _plugin() -> Requirement:
     )
 
 
-def _folder(folder: Path, deployment: str) -> list[Requirement]:
+def _folder(folder: Path, deployment: str, tp: int) -> list[Requirement]:
     """The model folder's own requirements; each later one needs those before it."""
-    remedy = "repair the folder, or download the release again"
+    repair = "repair the folder, or download the release again"
+    room = "free memory, or use a larger machine or tensor-parallel size"
     checks: list[tuple[str, str, Callable[[], str]]] = [
         ("Configuration", "a DeepSeek-V4.1 config.json", lambda: _describe(ModelConfig.from_folder(folder))),
         ("Tensors", "every tensor of the text model, whole", lambda: _check_tensors(folder)),
         ("Tokenizer", "the ids that the configuration counts on", lambda: _check_tokenizer(folder)),
-        ("Memory", "room for the weights", lambda: _check_memory(folder, deployment)),
+        ("Memory", "room for the weights", lambda: _check_memory(folder, deployment, tp)),
     ]
     rows: list[Requirement] = []
     for name, expected, check in checks:
+        remedy = room if name == "Memory" else repair
         try:
             rows.append(Requirement(name, True, check(), expected, remedy))
         except InputError as error:
@@ -200,10 +200,11 @@ def _check_tokenizer(folder: Path) -> str:
     return f"{size} compressed ids"
 
 
-def _check_memory(folder: Path, deployment: str) -> str:
-    """Dense weights are held dequantized beside the stored ones; experts as stored, or dequantized while small."""
+def _check_memory(folder: Path, deployment: str, tp: int) -> str:
+    """A rank's share of the weights as they are stored, against the free memory of its device: what no deployment
+    can do with less than."""
     specs = text_tensors(ModelConfig.from_folder(folder))
-    needed = sum(spec.nbytes for spec in specs.values())
+    needed = sum(spec.nbytes for spec in specs.values()) // tp
     if deployment == "cpu":
         free = _available_memory()
     else:
@@ -215,7 +216,11 @@ def _check_memory(folder: Path, deployment: str) -> str:
 
 
 def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise InputError("/proc/meminfo has no MemAvailable line")
+    raise InputError("unknown: this system has no MemAvailable line in /proc/meminfo")

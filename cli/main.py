@@ -9,13 +9,14 @@ from specialized_decode.backbone.errors import InputError
 from specialized_decode.cli.checkpoint import make_checkpoint
 from specialized_decode.cli.decode import decode
 from specialized_decode.cli.doctor import doctor
+from specialized_decode.runtime import UnsupportedTarget
 
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except InputError as error:
+        except (InputError, UnsupportedTarget) as error:
             raise click.ClickException(str(error)) from error
 
 

@@ -1,13 +1,13 @@
-"""A checkpoint of a few megabytes: the tiny model's layers with two experts, 600 tokens and no image bias."""
+"""The small checkpoint, written once a process."""
 
-import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from specialized_decode.backbone.writer import CheckpointPlan, tiny_plan, write_checkpoint
+from specialized_decode.backbone.writer import CheckpointPlan, write_checkpoint
+from tests.helpers import small_plan as small
 
 MakePlan = Callable[[int], CheckpointPlan]
 
@@ -15,14 +15,7 @@ MakePlan = Callable[[int], CheckpointPlan]
 @pytest.fixture(scope="session")
 def small_plan() -> MakePlan:
     """seed -> plan of the small checkpoint."""
-
-    def make(seed: int) -> CheckpointPlan:
-        config = copy.deepcopy(tiny_plan().config)
-        del config["vision_config"]
-        config["text_config"] |= {"vocab_size": 600, "n_routed_experts": 2, "num_experts_per_tok": 1}
-        return CheckpointPlan(config, seed)
-
-    return make
+    return small.small_plan
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_drafts_are_window_only_blocks_around_their_heads() -> None:
     first: Layout = {
         "main_proj.weight": ((128, 384), FP8),
         "main_proj.scale": ((4, 12), E8),
-        "main_norm.weight": ((256,), BF16),
+        "main_norm.weight": ((128,), BF16),
     }
     last: Layout = {
         "norm.weight": ((128,), BF16),

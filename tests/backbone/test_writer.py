@@ -10,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from specialized_decode.backbone import writer
 from specialized_decode.backbone.config import ModelConfig
+from specialized_decode.backbone.corpus import corpus
 from specialized_decode.backbone.errors import InputError
 from specialized_decode.backbone.folder import INDEX_FILE, ModelFolder
-from specialized_decode.backbone.tokenizer import compressed_token_map, load_tokenizer
+from specialized_decode.backbone.random_weights import random_chunks
+from specialized_decode.backbone.tensors import TensorSpec
+from specialized_decode.backbone.tokenizer import TRAINED_IDS, compressed_token_map, load_tokenizer
 from specialized_decode.backbone.writer import (
     CheckpointPlan,
     flash_plan,
@@ -79,12 +83,12 @@ def test_same_seed_same_bytes(small_plan: MakePlan, small_folder: Path, tmp_path
 
 
 RECORDED = {
-    "embed.weight": "1f09d6a549333673",
+    "embed.weight": "7877868c11b34f5c",
     "layers.1.engram.embed.scale": "cce1e938b2bf6f5b",
-    "layers.2.attn.wq_b.weight": "d3a2f603bf70b0a4",
-    "layers.6.ffn.experts.1.w2.weight": "ae7fec016fb0ee1e",
-    "layers.9.ffn.experts.0.w1.scale": "4d2d6431fa5e422e",
-    "layers.9.attn.attn_sink": "2118a73b9692c486",
+    "layers.2.attn.wq_b.weight": "310b994568f37622",
+    "layers.6.ffn.experts.1.w2.weight": "7d0d200d8ff2604d",
+    "layers.9.ffn.experts.0.w1.scale": "7b7af47b72ab2eba",
+    "layers.9.attn.attn_sink": "e5e4823e5d31fe24",
 }
 
 
@@ -134,7 +138,7 @@ def test_every_code_and_several_scales_occur(tiny_folder: Path) -> None:
 
 def test_router_bias_changes_selections_without_making_them(tiny_folder: Path) -> None:
     tensors = load_file(tiny_folder / SHARD)
-    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(512, 128, generator=torch.Generator().manual_seed(0))
     scores = torch.nn.functional.softplus(x @ tensors["layers.4.ffn.gate.weight"].float().T).sqrt()
     biases = (torch.zeros(16), tensors["layers.4.ffn.gate.bias"], tensors["layers.4.ffn.gate.bias_vl"])
     selections = [(scores + bias).topk(3).indices.sort().values for bias in biases]
@@ -142,6 +146,29 @@ def test_router_bias_changes_selections_without_making_them(tiny_folder: Path) -
         assert 0.2 < (selections[one] != selections[other]).any(-1).float().mean() < 0.99
     for selection in selections:
         assert len(selection.unique(dim=0)) > 50
+
+
+def test_ids_that_no_text_yields_have_zero_head_rows(tiny_folder: Path) -> None:
+    tensors = load_file(tiny_folder / SHARD)
+    head = tensors["head.weight"]
+    assert head.shape == (129280, 128)
+    assert torch.equal(head.any(1), torch.arange(129280) < TRAINED_IDS)
+    assert _rms(head[:TRAINED_IDS]) * 128**0.5 == pytest.approx(3, rel=0.01)
+    assert tensors["embed.weight"][TRAINED_IDS:].any(1).all()
+    ids = load_tokenizer(tiny_folder).encode(corpus() + "\n\x00 \N{GRINNING FACE}\ufdd0").ids
+    assert max(ids) < TRAINED_IDS  # every byte is an id, so no text yields another
+
+
+def test_zero_head_rows_may_start_in_any_chunk() -> None:
+    # A chunk holds 2**18 elements: the trained rows of width 512 end in the fourth, those of width 96 in the first.
+    for width in (96, 512):
+        specs = {"head.weight": TensorSpec((4000, width), torch.bfloat16)}
+        chunks = [chunk.copy() for chunk in random_chunks("head.weight", specs, 0)]
+        rows = torch.from_numpy(np.concatenate(chunks)).view(torch.bfloat16).view(4000, width)
+        assert torch.equal(rows.any(1), torch.arange(4000) < TRAINED_IDS)
+        short = {"head.weight": TensorSpec((TRAINED_IDS, width), torch.bfloat16)}
+        whole = np.concatenate([chunk.copy() for chunk in random_chunks("head.weight", short, 0)])
+        assert torch.equal(rows[:TRAINED_IDS].flatten().view(torch.int16), torch.from_numpy(whole))
 
 
 def test_drafts_are_written(small_plan: MakePlan, tmp_path: Path) -> None:
@@ -158,7 +185,7 @@ def test_drafts_are_written(small_plan: MakePlan, tmp_path: Path) -> None:
 def test_shards_are_split_and_aligned(
     small_plan: MakePlan, small_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 2_000_000)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1_000_000)
     folder = write_checkpoint(small_plan(0), tmp_path / "split")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 5
@@ -166,7 +193,7 @@ def test_shards_are_split_and_aligned(
     whole = load_file(small_folder / SHARD)
     split: dict[str, torch.Tensor] = {}
     for shard in shards:
-        assert shard.stat().st_size < 2_500_000
+        assert shard.stat().st_size < 1_100_000
         header = json.loads(shard.read_bytes()[8 : 8 + int.from_bytes(shard.read_bytes()[:8], "little")])
         for name, entry in header.items():
             if name != "__metadata__":
