@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specialized_decode.boundary import reference
 from specialized_decode.boundary.all_reduce import BoundaryAllReduce
+from specialized_decode.boundary.coefficients import Coefficients, ReferenceCoefficients
 from specialized_decode.boundary.streams import SideStream
 from specialized_decode.boundary.types import BoundaryLayer, BoundaryState, MixerView, QuantizedInput, StepGates
 
@@ -12,13 +13,21 @@ from specialized_decode.boundary.types import BoundaryLayer, BoundaryState, Mixe
 class Boundaries:
     """The boundaries of one step after another. `stream` carries the coefficients where the step's gates say so."""
 
-    def __init__(self, all_reduce: BoundaryAllReduce, stream: SideStream, streams: int) -> None:
+    def __init__(
+        self,
+        all_reduce: BoundaryAllReduce,
+        stream: SideStream,
+        streams: int,
+        coefficients: Coefficients | None = None,
+    ) -> None:
+        """coefficients: the ops beside a sublayer, None for the reference."""
         self.all_reduce, self.stream, self.streams = all_reduce, stream, streams
+        self.coefficients: Coefficients = coefficients or ReferenceCoefficients()
 
     def first(self, layer: BoundaryLayer, x: Tensor, step: StepGates) -> tuple[Tensor, BoundaryState]:
         """x: [T, hidden] embeddings. The first attention reads stream 0 of the broadcast; returns its input."""
         residual = reference.broadcast_streams(x, self.streams)
-        state = self._mix(layer.attn_mixer, residual, step)
+        state = self._mix(layer.attn_mixer, x, residual, step)
         return reference.rms_norm(x, layer.attn_norm, layer.eps), state
 
     def pre(self, layer: BoundaryLayer, residual: Tensor, state: BoundaryState, step: StepGates) -> Tensor:
@@ -70,14 +79,17 @@ class Boundaries:
                 return self._update(mixer, residual, state, capture_aux)
         return self._update(mixer, residual, state, capture_aux)
 
-    @staticmethod
-    def _update(mixer: MixerView, residual: Tensor, state: BoundaryState, capture_aux: bool) -> Tensor | None:
-        state.residual, state.pending = residual, None
-        state.pre, state.post, state.comb = reference.coefficients(residual, mixer)
-        return reference.stream_mean(residual) if capture_aux else None
+    def mean(self, residual: Tensor) -> Tensor:
+        """The aux hidden state of streams [T, n, hidden], [T, hidden] bfloat16."""
+        return self.coefficients.mean(residual)
 
-    def _mix(self, mixer: MixerView, residual: Tensor, step: StepGates) -> BoundaryState:
+    def _update(self, mixer: MixerView, residual: Tensor, state: BoundaryState, capture_aux: bool) -> Tensor | None:
+        state.residual, state.pending = residual, None
+        state.pre, state.post, state.comb = self.coefficients(residual, mixer)
+        return self.coefficients.mean(residual) if capture_aux else None
+
+    def _mix(self, mixer: MixerView, x: Tensor, residual: Tensor, step: StepGates) -> BoundaryState:
         if step.side_stream:
             with self.stream.fork():
-                return BoundaryState(residual, *reference.coefficients(residual, mixer))
-        return BoundaryState(residual, *reference.coefficients(residual, mixer))
+                return BoundaryState(residual, *self.coefficients.first(x, residual, mixer))
+        return BoundaryState(residual, *self.coefficients.first(x, residual, mixer))

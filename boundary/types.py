@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class StepGates(Protocol):
@@ -31,6 +32,10 @@ class TpGroup(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """torch's group of the same ranks, over which peer memory is set up; None for a single rank."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] -> [size, ...]: every rank's tensor, in rank order."""

@@ -40,7 +40,7 @@ _CHUNK_TOKENS = 512
 @click.option(
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
-@click.option("--reference", is_flag=True, help="Reference ops for the executor even where kernels would serve.")
+@click.option("--kernels", is_flag=True, help="Run the executor's boundaries on their kernels, where a GPU has them.")
 def decode(
     folder: Path | None,
     prompts: tuple[str, ...],
@@ -48,14 +48,14 @@ def decode(
     rows: int | None,
     device: str,
     context: int | None,
-    reference: bool,
+    kernels: bool,
 ) -> None:
     """Generates greedily from FOLDER, first with the plain layers, then with the executor, and compares.
 
     Without FOLDER it decodes the tiny random model, which it writes to the user's cache folder on first use. On cuda
-    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. Kernels round
-    otherwise than the plain layers do, and random weights leave the best tokens close together: with kernels the two
-    texts part sooner or later; on reference ops, which a cpu always runs, they are the same.
+    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. --kernels
+    round otherwise than the plain layers do, and random weights leave the best tokens close together: with them the
+    two texts part sooner or later.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(
@@ -78,7 +78,7 @@ def decode(
     with progress_bar(f"loading {folder}", "layer") as progress:
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
-    _compare(model, tokenizer, encoded, tokens, context, chunk, DecodeConfig(reference=reference))
+    _compare(model, tokenizer, encoded, tokens, context, chunk, DecodeConfig(kernels=kernels))
 
 
 def _compare(

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from specialized_decode.boundary import (
     SideStream,
 )
 from specialized_decode.boundary import reference as boundary_reference
+from specialized_decode.boundary.select import unsupported
 from specialized_decode.engram import EngramPrefetch, EngramView
 from specialized_decode.logits import LowBatchHead
 from specialized_decode.moe import MoEStep, build_routed_expert_gemms
@@ -27,6 +29,9 @@ from specialized_decode.runtime.graphs import captures_pure_decode
 from specialized_decode.runtime.host import DecoderLayerView, Target, device_of
 from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_family
 from specialized_decode.runtime.warmup import warm_up
+
+if TYPE_CHECKING:
+    from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +49,12 @@ class UnsupportedTarget(RuntimeError):
 @dataclass(frozen=True)
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
-    run once at start, so that no capture compiles."""
+    run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve. They
+    are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md)."""
 
     autotune: bool = False
     jit_warmup: bool = True
+    kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,10 @@ class SpecializedDecode:
         self.gates = GATES[gpu_family(self.device)]
         widths = target.config
         group = self.host.tp_group
-        self.all_reduce = BoundaryAllReduce(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device)
-        self.boundaries = Boundaries(self.all_reduce, self._stream("mhc"), widths.hc_mult)
+        fused, coefficients = self._boundary_kernels()
+        self.all_reduce = BoundaryAllReduce(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device, fused)
+        self.boundaries = Boundaries(self.all_reduce, self._stream("mhc"), widths.hc_mult, coefficients)
+        self.boundaries.coefficients.prepare_first(target.layers[0].attn_mixer)
         self.tables = SparseIndexTables()
         self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
         self.candidates = self._candidates()
@@ -181,8 +190,9 @@ class SpecializedDecode:
             self.boundaries.join()
         assert state is not None, "a backbone has layers"
         residual = self.boundaries.post_only(state)
+        self.all_reduce.end_step()
         if len(self.layers) in self.target.aux_layers:
-            aux[len(self.layers)] = boundary_reference.stream_mean(residual)
+            aux[len(self.layers)] = self.boundaries.mean(residual)
         self._join_side_work()
         return self._head(residual, state.pre, aux)
 
@@ -204,7 +214,7 @@ class SpecializedDecode:
         if plan.engram is not None and engram_mask is not None:
             residual = self.boundaries.post_only(state)
             if wants_aux:
-                aux[plan.layer_id] = boundary_reference.stream_mean(residual)
+                aux[plan.layer_id] = self.boundaries.mean(residual)
             residual = self.engram.forward(plan.layer_id, residual, engram_mask)
             return self.boundaries.pre(layer, residual, state, step), None, state
         quantize = plan.attention.mxfp8_input
@@ -246,6 +256,20 @@ class SpecializedDecode:
 
     def _stream(self, name: str) -> SideStream:
         return CudaSideStream(self.device) if self.device.type == "cuda" else self.host.emulated_stream(name)
+
+    def _boundary_kernels(self) -> "tuple[FusedBoundary, FusedCoefficients] | tuple[None, None]":
+        """The boundary's kernels, or None where the reference ops run."""
+        widths, group = self.target.config, self.host.tp_group
+        reason = None if self.config.kernels else "kernels were not asked for"
+        reason = reason or unsupported(widths.hidden_size, widths.hc_mult, group, self.device)
+        if reason is not None:
+            logger.info("Boundaries run on reference ops: %s", reason)
+            return None, None
+        # Its kernels need Triton, which a machine without a GPU need not have.
+        from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
+
+        fused = FusedBoundary(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device)
+        return fused, FusedCoefficients(widths.hidden_size, FUSED_MHC_MAX_ROWS, self.device)
 
     def _candidates(self) -> CandidateOverlap | None:
         source = self.target.config.candidate_source_layer_id
@@ -291,6 +315,11 @@ def _refusals(target: Target) -> list[str]:
         gpu_family(device_of(target))
     except ValueError as error:
         reasons.append(str(error))
+    group, widths = target.host.tp_group, target.config
+    if group.size > 1 and device_of(target).type == "cuda":
+        reason = unsupported(widths.hidden_size, widths.hc_mult, group, device_of(target))
+        if reason is not None:
+            reasons.append(reason)
     hidden = target.config.hidden_size
     if hidden % boundary_reference.MX_BLOCK:
         reasons.append(f"hidden size: found {hidden}, expected a multiple of {boundary_reference.MX_BLOCK}")

@@ -1,7 +1,8 @@
 """The tables of README.md and docs/*.md, made from benchmarks/results/*.json.
 
 `python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json; with
---check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form.
+--check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form,
+benchmarks/boundary.py that of its own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
 """
 
 import json
@@ -14,7 +15,9 @@ from typing import Any
 ROOT = Path(__file__).absolute().parent.parent
 RESULTS = Path("benchmarks", "results")
 
-_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- table: (?P<name>[\w-]+)(?P<open>, once measured)? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
 _MARKER = re.compile(r"<!-- (?:table:|end -->)")
 
 # Heading of a column and its text for one run of one result.
@@ -39,6 +42,8 @@ def pages(root: Path) -> list[Path]:
 
 def table(result: dict[str, Any]) -> str:
     """The Markdown of one result: a row a run, and below it what ran on what."""
+    if result.get("kind") == "boundary":
+        return _boundary_table(result)
     rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
     lines = [[heading for heading, _ in _COLUMNS], ["---"] * len(_COLUMNS), *rows]
     steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
@@ -58,11 +63,42 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 
 
+def _boundary_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/boundary.py's result: a table for each number of ranks, a column a row count."""
+    blocks = []
+    for ranks in _distinct([run["ranks"] for run in result["runs"]]):
+        runs = [run for run in result["runs"] if run["ranks"] == ranks]
+        labels = list(dict.fromkeys(label for run in runs for label in run["us"]))
+        lines = [[f"us a boundary, {_ranks(ranks)}", *(f"{run['rows']} rows" for run in runs)]]
+        lines.append(["---"] * len(lines[0]))
+        for label in labels:
+            lines.append([label, *(_times(run["us"][label]) if label in run["us"] else "" for run in runs)])
+        for mode in dict.fromkeys(mode for run in runs for mode in run.get("step_cost_us", ())):
+            costs = [run.get("step_cost_us", {}).get(mode) for run in runs]
+            texts = ["" if cost is None else f"{cost:.1f}" for cost in costs]
+            lines.append([f"coefficients {mode}: us more a step of 80 sublayers", *texts])
+        first = runs[0]
+        versions = [result["device"], f"torch {first['torch']}"] + ([f"vLLM {first['vllm']}"] if first["vllm"] else [])
+        said = (
+            f"Median (quartiles) of {first['replays']} replays of graphs of {result['chain']} boundaries, hidden size "
+            f"{result['hidden_size']}. {', '.join(versions)}; commit {_short(first['commit'])}."
+        )
+        blocks.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n")
+    return "\n".join(blocks)
+
+
+def _ranks(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def filled(text: str, page: str, results: Path) -> str:
     """A page's text with every table made anew. Raises TableError for a marker or a result that is not as expected."""
 
     def fill(match: re.Match[str]) -> str:
-        return match[1] + table(load(results / f"{match['name']}.json", page)) + match[4]
+        path = results / f"{match['name']}.json"
+        if match["open"] and not path.is_file():
+            return match[1] + match["end"]
+        return match[1] + table(load(path, page)) + match["end"]
 
     if len(_MARKER.findall(text)) != 2 * len(_BLOCK.findall(text)):
         raise TableError(

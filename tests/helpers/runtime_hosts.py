@@ -16,6 +16,7 @@ class RecordedGroup:
     size: int = 2
     rank: int = 0
     votes: list[int] = field(default_factory=list)
+    process_group: None = None
 
     def min(self, value: int) -> int:
         self.votes.append(value)

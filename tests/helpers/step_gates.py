@@ -30,6 +30,8 @@ class ForgetfulStream(EmulatedStream):
 class FixedGroup:
     """One rank of a group whose other ranks always contribute `peers`, in rank order without this rank's own."""
 
+    process_group = None
+
     def __init__(self, rank: int, peers: list[Tensor]) -> None:
         self.rank, self.size, self.peers = rank, len(peers) + 1, peers
 

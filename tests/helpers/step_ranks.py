@@ -23,6 +23,8 @@ LAYERS = 2
 class GlooGroup:
     """A group of processes; bytes travel, since not every backend knows bfloat16."""
 
+    process_group = None
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 

@@ -117,3 +117,51 @@ def test_result_without_a_key(root: Path, capsys: pytest.CaptureFixture[str]) ->
     (root / tables.RESULTS / "speed.json").write_text(json.dumps({**RESULT, "runs": [{"rows": 1}]}))
     assert tables.main(["--check"], root) == 1
     assert "speed.json: found no 'context'" in capsys.readouterr().err
+
+
+BOUNDARY_RUN: dict[str, Any] = {
+    "rows": 1,
+    "ranks": 1,
+    "us": {"boundary": TIMES | {"median": 4.1, "q1": 4.0, "q3": 4.2}, "stock": TIMES},
+    "step_cost_us": {"side": 12.34},
+    "commit": "0123456789abcdef",
+    "torch": "2.11.0",
+    "vllm": "0.33.0",
+    "replays": 30,
+}
+BOUNDARY = {"kind": "boundary", "device": "a GPU", "hidden_size": 64, "chain": 160}
+
+
+def test_table_of_boundaries() -> None:
+    others = {"rows": 8, "us": {"boundary": TIMES}, "step_cost_us": {}}
+    two = {"ranks": 2, "vllm": None}
+    runs = [BOUNDARY_RUN, {**BOUNDARY_RUN, **others}, {**BOUNDARY_RUN, **others, **two}]
+    assert tables.table({**BOUNDARY, "runs": runs}) == (
+        "| us a boundary, 1 GPU | 1 rows | 8 rows |\n"
+        "| --- | --- | --- |\n"
+        "| boundary | 4.10 (4.00 to 4.20) | 40.0 (39.0 to 41.0) |\n"
+        "| stock | 40.0 (39.0 to 41.0) |  |\n"
+        "| coefficients side: us more a step of 80 sublayers | 12.3 |  |\n"
+        "\n"
+        "Median (quartiles) of 30 replays of graphs of 160 boundaries, hidden size 64. a GPU, torch 2.11.0, "
+        "vLLM 0.33.0; commit 0123456789ab.\n"
+        "\n"
+        "| us a boundary, 2 GPUs | 8 rows |\n"
+        "| --- | --- |\n"
+        "| boundary | 40.0 (39.0 to 41.0) |\n"
+        "\n"
+        "Median (quartiles) of 30 replays of graphs of 160 boundaries, hidden size 64. a GPU, torch 2.11.0; "
+        "commit 0123456789ab.\n"
+    )
+
+
+def test_table_that_waits_for_its_result(root: Path) -> None:
+    page = "<!-- table: later, once measured -->\n<!-- end -->\n"
+    (root / "README.md").write_text(page + PAGE)
+    tables.main([], root)
+    assert (root / "README.md").read_text().startswith(page)
+    (root / tables.RESULTS / "later.json").write_text(json.dumps({**BOUNDARY, "runs": [BOUNDARY_RUN]}))
+    assert tables.main(["--check"], root) == 1
+    assert tables.main([], root) == 0
+    assert "| us a boundary, 1 GPU | 1 rows |" in (root / "README.md").read_text()
+    assert tables.main(["--check"], root) == 0

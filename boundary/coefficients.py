@@ -1,0 +1,42 @@
+"""Coefficients: a sublayer's mixes out of the streams."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from specialized_decode.boundary import reference
+from specialized_decode.boundary.types import MixerView
+
+Mixes = tuple[Tensor, Tensor, Tensor]
+
+
+class Coefficients(Protocol):
+    """The ops beside a sublayer."""
+
+    def prepare_first(self, mixer: MixerView) -> None:
+        """Before any capture: gets `mixer`, the first sublayer's, ready for `first`."""
+
+    def first(self, x: Tensor, residual: Tensor, mixer: MixerView) -> Mixes:
+        """Mixes of the first sublayer, whose streams `residual` are all x [T, hidden]."""
+
+    def __call__(self, residual: Tensor, mixer: MixerView) -> Mixes:
+        """residual: [T, n, hidden] -> pre [T, n], post [T, n], comb [T, n, n], float32."""
+
+    def mean(self, residual: Tensor) -> Tensor:
+        """The streams' mean [T, hidden]."""
+
+
+class ReferenceCoefficients:
+    """The reference ops."""
+
+    def prepare_first(self, mixer: MixerView) -> None:
+        """The reference projects the broadcast streams as they are."""
+
+    def first(self, x: Tensor, residual: Tensor, mixer: MixerView) -> Mixes:
+        return reference.coefficients(residual, mixer)
+
+    def __call__(self, residual: Tensor, mixer: MixerView) -> Mixes:
+        return reference.coefficients(residual, mixer)
+
+    def mean(self, residual: Tensor) -> Tensor:
+        return reference.stream_mean(residual)

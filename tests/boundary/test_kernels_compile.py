@@ -1,0 +1,175 @@
+"""Every kernel compiles for every architecture it declares, without spills and within the registers it can have."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specialized_decode.boundary import tuning
+from specialized_decode.boundary.kernels import coefficients, fused, publish
+
+ARCHITECTURES = (90, 100, 103)
+HIDDEN, MAX_ROWS = 5120, 384
+K = 4 * HIDDEN
+REGISTERS, SHARED_BYTES = 65536, 227 * 1024
+
+BOUNDARY = {
+    "pending": "*bf16",
+    "rows": "*bf16",
+    "weights": "*fp32",
+    "shared": "*bf16",
+    "residual": "*bf16",
+    "post": "*fp32",
+    "comb": "*fp32",
+    "pre": "*fp32",
+    "norm": "*bf16",
+    "streams_out": "*bf16",
+    "x_out": "*bf16",
+    "values_out": "*fp8e4nv",
+    "scales_out": "*u8",
+    "mailboxes": "*i64",
+    "generations": "*i64",
+    "report": "i64",
+    "index": "i32",
+    "rank": "i32",
+    "eps": "fp32",
+    "deadline_ns": "i64",
+}
+PUBLISH = {"pending": "*bf16", "mailboxes": "*i64", "generations": "*i64", "index": "i32", "rank": "i32"}
+MIXES = {"pre_out": "*fp32", "post_out": "*fp32", "comb_out": "*fp32", "rms_eps": "fp32", "hc_eps": "fp32"}
+WIDTHS = {"H": HIDDEN, "WIDTH": tuning.width(HIDDEN)}
+WARPS = tuning.boundary_warps(HIDDEN)
+
+
+@dataclass(frozen=True)
+class Variant:
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+
+
+def boundary(ranks: int, topk: int = 0, published: bool = False, full: bool = True, quantize: bool = False) -> Variant:
+    constants = {"RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "FULL": full, "QUANTIZE": quantize}
+    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, WARPS)
+
+
+def mixes(k: int, rows: int) -> dict[str, Variant]:
+    """The launches of `FusedCoefficients` for a projection of k columns."""
+    shared = {"base": "*fp32", "scale": "*fp32", "partial": "*fp32"}
+    if rows <= tuning.ONE_LAUNCH_ROWS:
+        split = tuning.one_launch_split(k)
+        signature = {"streams": "*bf16", "fn": "*fp32", **shared, "arrived": "*i32", **MIXES}
+        constants = {"K": k, **finishing(split.splits), "COLUMNS": split.columns}
+        return {"coefficients": Variant(coefficients.coefficients_kernel, signature, constants, 4)}
+    split, block = tuning.projection_split(k, rows), tuning.projection_rows(rows)
+    signature = {"streams": "*bf16", "fn": "*fp32", "partial": "*fp32", "rows": "i32"}
+    constants = {"K": k, "SPLITS": split.splits, "COLUMNS": split.columns, "BLOCK_ROWS": block, "BLOCK_K": 64}
+    finish = {"partial": "*fp32", "base": "*fp32", "scale": "*fp32", **MIXES}
+    return {
+        "projection": Variant(coefficients.projection_kernel, signature, constants, 4),
+        "finish": Variant(coefficients.finish_kernel, finish, {"K": k, **finishing(split.splits)}, 1),
+    }
+
+
+def finishing(splits: int) -> dict[str, int]:
+    return {"SPLITS": splits, "SPLITS_PADDED": 1 << (splits - 1).bit_length(), "ITERATIONS": 20}
+
+
+def variants() -> dict[str, Variant]:
+    """Every constant's every value, by name."""
+    found = {
+        "boundary": boundary(1),
+        "boundary, residual only": boundary(1, full=False),
+        "boundary, unfinalized, quantized": boundary(1, 6, quantize=True),
+        "boundary, unfinalized, residual only": boundary(1, 6, full=False),
+        "boundary, 2 ranks, unfinalized": boundary(2, 6),
+        "boundary, 4 ranks, quantized": boundary(4, quantize=True),
+        "boundary, 4 ranks, published": boundary(4, published=True),
+        "boundary, 8 ranks, unfinalized, quantized": boundary(8, 6, quantize=True),
+        "boundary, 8 ranks, published, residual only": boundary(8, published=True, full=False),
+        "advance": Variant(publish.advance_kernel, {"generations": "*i64", "count": "i32"}, {}, 1),
+        "mean": Variant(coefficients.stream_mean_kernel, {"streams": "*bf16", "out": "*bf16"}, WIDTHS, WARPS),
+    }
+    for ranks in (2, 8):
+        constants = {**WIDTHS, "ROWS": MAX_ROWS, "RANKS": ranks}
+        found[f"publish, {ranks} ranks"] = Variant(publish.publish_kernel, PUBLISH, constants, WARPS)
+    for k, rows in ((K, 1), (K, 16), (K, MAX_ROWS), (HIDDEN, 1)):
+        found |= {f"{name}, K {k}, {rows} rows": variant for name, variant in mixes(k, rows).items()}
+    return found
+
+
+VARIANTS = variants()
+
+
+def compiled(variant: Variant, architecture: int, folder: Path) -> dict[str, int]:
+    """What one launch of it takes: cuobjdump's resources of a thread, and shared memory of a program."""
+    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
+    # As at a launch, whose tensors are aligned.
+    names = list(variant.kernel.arg_names)
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name, kind in variant.signature.items() if kind[0] == "*"
+    }
+    assert set(signature) == set(names), f"found arguments {sorted(names)}, expected {sorted(signature)}"
+    source = ASTSource(
+        fn=variant.kernel,
+        signature={name: signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs=aligned,
+    )
+    kernel = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": variant.warps, "launch_pdl": True, "enable_fp_fusion": False},
+    )
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
+    return {**found, "shared": kernel.metadata.shared}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A cache of its own, so that what is checked was compiled by this compiler.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    variant = VARIANTS[name]
+    found = compiled(variant, architecture, tmp_path)
+    threads = 32 * variant.warps
+    table = f"{name}, compute capability {architecture}, {threads} threads: {found}"
+    # A row of the boundary kernel is held in a power of two of columns, which costs it more registers than there are.
+    # Nothing else spills.
+    limit = 640 if "RANKS" in variant.constants and "TOPK" in variant.constants else 0
+    assert found["STACK"] <= limit and found["LOCAL"] == 0, f"spills: {table}"
+    # Registers are given to a warp in units of eight a thread.
+    assert -(-found["REG"] // 8) * 8 * threads <= REGISTERS, f"registers: {table}"
+    assert found["shared"] < SHARED_BYTES, f"shared memory: {table}"
+
+
+def test_every_value_occurs() -> None:
+    used = [variant.constants for variant in VARIANTS.values() if variant.kernel is fused.boundary_kernel]
+    assert {constants["RANKS"] for constants in used} == {1, 2, 4, 8}
+    assert {constants["TOPK"] for constants in used} == {0, 6}
+    for flag in ("PUBLISHED", "FULL", "QUANTIZE"):
+        assert {constants[flag] for constants in used} == {False, True}
+
+
+def test_kernels_use_pdl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dependency is waited for, and the next launch let go, in the code that the processor runs."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = triton.compile(
+        ASTSource(fn=publish.advance_kernel, signature={"generations": "*i64", "count": "i32"}, constexprs={}),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 1, "launch_pdl": True},
+    )
+    assert "griddepcontrol.wait" in kernel.asm["ptx"] and "griddepcontrol.launch_dependents" in kernel.asm["ptx"]
