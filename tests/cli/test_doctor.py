@@ -100,7 +100,9 @@ def _report(invoke: Invoke, *arguments: object) -> dict[str, dict[str, Any]]:
     assert (text.exit_code, text.stderr) == (result.exit_code, "")
     expected = [f"specialized-decode {specialized_decode.__version__}, deployment {report['deployment']}"]
     for row in rows:
-        expected.append(f"  {'ok     ' if row['ok'] else 'MISSING'} {row['name']}: {row['found']}")
+        # Several lines of a row are set under it.
+        found = "\n".join([" " * 10 * (i > 0) + text for i, text in enumerate(row["found"].split("\n"))])
+        expected.append(f"  {'ok     ' if row['ok'] else 'MISSING'} {row['name']}: {found}")
         if not row["ok"]:
             expected.append(f"          expected {row['expected']}; {row['remedy']}")
     missing = sum(not row["ok"] for row in rows)
