@@ -159,21 +159,26 @@ class Ours:
         self.inputs = inputs
         self.boundary = FusedBoundary(HIDDEN, MAX_ROWS, group, device)
         self.coefficients = FusedCoefficients(HIDDEN, MAX_ROWS, device)
+        for mixer in inputs.mixers:
+            self.coefficients.prepare(mixer)
         self.side = torch.cuda.Stream()
 
-    def _step(self, number: int, x: Tensor, streams: Tensor, mixes: Mixes) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, number: int, x: Tensor, streams: Tensor, mixes: Mixes, settled: bool = True
+    ) -> tuple[Tensor, Tensor]:
         collapse = (mixes.pre, self.inputs.norms[number % SUBLAYERS], EPS)
-        streams, next_x, _ = self.boundary.run(x, False, streams, mixes.post, mixes.comb, collapse, False)
+        streams, next_x, _ = self.boundary.run(x, False, streams, mixes.post, mixes.comb, collapse, False, settled)
         assert next_x is not None
         return streams, next_x
 
-    def chain(self) -> None:
-        """Boundaries alone, each adding what the one before gave, into streams that rotate."""
+    def chain(self, settled: bool = True) -> None:
+        """Boundaries alone, each adding what the one before gave, into streams that rotate. settled: as between
+        sublayers, streams may be read before the contribution is there; else behind it."""
         self.boundary.restart(False)
         x = self.inputs.outputs[0]
         for number in range(CHAIN):
             at = number % INPUTS
-            _, x = self._step(number, x, self.inputs.streams[at], self.inputs.mixes[at])
+            _, x = self._step(number, x, self.inputs.streams[at], self.inputs.mixes[at], settled)
         self.boundary.end_step()
 
     def published(self) -> None:
@@ -184,7 +189,7 @@ class Ours:
             mixes, streams = self.inputs.mixes[number % INPUTS], self.inputs.streams[number % INPUTS]
             collapse = (mixes.pre, self.inputs.norms[number % SUBLAYERS], EPS)
             self.boundary.publish(x)
-            _, next_x, _ = self.boundary.run(x, True, streams, mixes.post, mixes.comb, collapse, False)
+            _, next_x, _ = self.boundary.run(x, True, streams, mixes.post, mixes.comb, collapse, False, True)
             assert next_x is not None
             x = next_x
         self.boundary.end_step()
@@ -194,6 +199,7 @@ class Ours:
         self.boundary.restart(False)
         x, streams, mixes = self.inputs.outputs[0], self.inputs.streams[0], self.inputs.mixes[0]
         for number in range(CHAIN):
+            # The launch before it is the coefficients', so its residual has been there for two.
             streams, x = self._step(number, x, streams, mixes)
             pre, post, comb = self.coefficients(streams, self.inputs.mixers[number % SUBLAYERS])
             mixes = Mixes(post, comb, pre)
@@ -205,26 +211,47 @@ class Ours:
             self.coefficients(self.inputs.streams[number % INPUTS], self.inputs.mixers[number % SUBLAYERS])
 
     def sublayers(self, weights: list[tuple[Tensor, Tensor]], mode: str) -> None:
-        """80 boundaries with stand-ins for sublayers. mode: coefficients on the `side` stream, `inline`, or `none`."""
+        """80 boundaries with stand-ins for sublayers. mode: coefficients on the `side` stream and joined
+        before the boundary, `earlier`: a launch earlier, `inline`, or `none`; `unjoined`: on the side stream and
+        nowhere waited for, which is what a flag in memory could gain at most."""
         self.boundary.restart(False)
         x, streams, mixes = self.inputs.outputs[0], self.inputs.streams[0], self.inputs.mixes[0]
-        main = torch.cuda.current_stream()
+        main, beside = torch.cuda.current_stream(), mode in ("side", "earlier", "unjoined")
+        kept = []
         for number in range(SUBLAYERS):
             streams, x = self._step(number, x, streams, mixes)
             mixer = self.inputs.mixers[number]
-            if mode == "side":
+            if beside:
                 self.side.wait_stream(main)
                 with torch.cuda.stream(self.side):
-                    pre, post, comb = self.coefficients(streams, mixer)
-                mixes = Mixes(post, comb, pre)
+                    made = self.coefficients(streams, mixer)
+                kept.append((streams, made))
             elif mode == "inline":
-                pre, post, comb = self.coefficients(streams, mixer)
-                mixes = Mixes(post, comb, pre)
+                made = self.coefficients(streams, mixer)
             up, down = weights[number % len(weights)]
-            x = (x @ up.T) @ down.T
+            middle = x @ up.T
+            if mode == "earlier":
+                main.wait_stream(self.side)
+            x = middle @ down.T
             if mode == "side":
                 main.wait_stream(self.side)
+            if mode in ("side", "earlier", "inline"):
+                mixes = Mixes(made[1], made[2], made[0])
+        if beside:
+            main.wait_stream(self.side)
         self.boundary.end_step()
+
+
+def stand_ins(inputs: Inputs, weights: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """The stand-ins alone, with no boundary between them."""
+
+    def run() -> None:
+        x = inputs.outputs[0]
+        for number in range(SUBLAYERS):
+            up, down = weights[number % len(weights)]
+            x = (x @ up.T) @ down.T
+
+    return run
 
 
 StockStep = Callable[..., tuple[Tensor, ...]]
@@ -241,19 +268,28 @@ def stock_step() -> StockStep | None:
     return step
 
 
-def stock_chain(inputs: Inputs, step: StockStep, reduce: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-    """Stock's boundaries: reduce, then mHC post and pre with the coefficients, which stay on the critical path."""
+def stock_chain(
+    inputs: Inputs,
+    step: StockStep,
+    reduce: Callable[[Tensor], Tensor],
+    weights: list[tuple[Tensor, Tensor]] | None = None,
+) -> Callable[[], None]:
+    """Stock's boundaries: reduce, then mHC post and pre with the coefficients, which stay on the critical path.
+    weights: of stand-ins for sublayers between them."""
 
     def run() -> None:
         first = inputs.mixes[0]
         x, streams = inputs.outputs[0], inputs.streams[0]
         post, comb, pre = first.post.unsqueeze(2), first.comb, first.pre
-        for number in range(CHAIN):
+        for number in range(SUBLAYERS if weights else CHAIN):
             mixer = inputs.mixers[number % SUBLAYERS]
             streams, post, comb, x, pre, _ = step(
                 reduce(x), streams, post, comb, mixer.fn, mixer.scale, mixer.base, EPS, HC_EPS, HC_EPS, 2.0, SINKHORN,
                 pre_mix=pre, norm_weight=inputs.norms[number % SUBLAYERS], norm_eps=EPS,
             )  # fmt: skip
+            if weights:
+                up, down = weights[number % len(weights)]
+                x = (x @ up.T) @ down.T
 
     return run
 
@@ -328,6 +364,7 @@ def measure(rows: int, group: Group, stock: StockStep | None, replays: int) -> d
     inputs = Inputs(rows)
     ours = Ours(inputs, group)
     chains: dict[str, tuple[Callable[[], object], int]] = {"boundary": (ours.chain, CHAIN)}
+    chains["boundary, nothing read ahead"] = (lambda: ours.chain(False), CHAIN)
     if group.size > 1:
         chains["publish + boundary"] = (ours.published, CHAIN)
         chains["boundary + coefficients inline"] = (ours.inline, CHAIN)
@@ -344,7 +381,10 @@ def measure(rows: int, group: Group, stock: StockStep | None, replays: int) -> d
         weights = [(inputs.random(STAND_IN, HIDDEN), inputs.random(HIDDEN, STAND_IN)) for _ in range(8)]
         for up, down in weights:
             up.mul_(HIDDEN**-0.5), down.mul_(STAND_IN**-0.5)
-        for mode in ("none", "inline", "side"):
+        chains["sublayer, no boundary"] = (stand_ins(inputs, weights), SUBLAYERS)
+        if stock is not None:
+            chains["sublayer, stock mHC"] = (stock_chain(inputs, stock, lambda x: x, weights), SUBLAYERS)
+        for mode in ("none", "inline", "side", "earlier", "unjoined"):
             chains[f"sublayer, coefficients {mode}"] = (lambda mode=mode: ours.sublayers(weights, mode), SUBLAYERS)  # type: ignore[misc]
     times = interleaved(chains, replays)
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -358,12 +398,40 @@ def measure(rows: int, group: Group, stock: StockStep | None, replays: int) -> d
         },
     }
     if "sublayer, coefficients none" in medians:
+        run["timeline"] = timeline(lambda: ours.sublayers(weights, "side"), range(40, 42))
         idle = medians["sublayer, coefficients none"]
         run["step_cost_us"] = {
             mode: round((medians[f"sublayer, coefficients {mode}"] - idle) * SUBLAYERS, 1)
-            for mode in ("inline", "side")
+            for mode in ("inline", "side", "earlier", "unjoined")
         }
+        run["critical_path_us"] = round(idle - medians["sublayer, no boundary"], 2)
     return run
+
+
+def timeline(run: Callable[[], object], sublayers: range) -> list[dict[str, Any]]:
+    """The kernels of one replay of `run` around some sublayers: name, stream, start and end in us after the first."""
+    graph = capture(run)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            graph.replay()
+            torch.cuda.synchronize()
+    kernels = sorted(
+        (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA),
+        key=lambda event: event.time_range.start,
+    )
+    kernels = kernels[-len(kernels) // 3 :]
+    starts = [event.time_range.start for event in kernels if "boundary_kernel" in event.name]
+    begin, end = starts[sublayers.start], starts[sublayers.stop]
+    return [
+        {
+            "kernel": event.name,
+            "stream": event.device_resource_id,
+            "start_us": round(event.time_range.start - begin, 2),
+            "end_us": round(event.time_range.end - begin, 2),
+        }
+        for event in kernels
+        if begin <= event.time_range.start < end
+    ]
 
 
 def _reduce_chain(inputs: Inputs, reduce: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -427,6 +495,7 @@ def main(name: str, given: str | None, out: Path, no_stock: bool, replays: int, 
                 click.echo(f"  {label:40s} {times['median']:8.2f} ({times['q1']:.2f} to {times['q3']:.2f})")
             if "step_cost_us" in run:
                 click.echo(f"  coefficients' cost per step of 40 layers, us: {run['step_cost_us']}")
+                click.echo(f"  a boundary beside stand-ins, us: {run['critical_path_us']}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -97,10 +97,16 @@ class BoundaryAllReduce:
             raise ValueError(f"reduce: found a tensor of {found}, expected at most [{self.max_rows}, {self.hidden}]")
         return published
 
-    def residual_only(self, pending: Pending, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """The streams [T, n, hidden] after the sublayer whose output is pending."""
+    def residual_only(
+        self, pending: Pending, residual: Tensor, post: Tensor, comb: Tensor, *, settled: bool = False
+    ) -> Tensor:
+        """The streams [T, n, hidden] after the sublayer whose output is pending.
+
+        settled: says that `residual` was written by launches before the preceding one, as between sublayers, so that a
+        kernel may read it before the preceding launch has ended.
+        """
         if self.fused is not None:
-            return self._launch(pending, residual, post, comb, None, False)[0]
+            return self._launch(pending, residual, post, comb, None, False, settled)[0]
         return reference.mix_streams(self.reduce(pending), residual, post, comb)
 
     def full(
@@ -113,10 +119,12 @@ class BoundaryAllReduce:
         norm: Tensor,
         eps: float,
         quantize: bool,
+        *,
+        settled: bool = False,
     ) -> tuple[Tensor, Tensor, QuantizedInput | None]:
         """As `residual_only`, then the next sublayer's input: (streams, input [T, hidden], its MXFP8 form if asked)."""
         if self.fused is not None:
-            streams, x, quant = self._launch(pending, residual, post, comb, (pre, norm, eps), quantize)
+            streams, x, quant = self._launch(pending, residual, post, comb, (pre, norm, eps), quantize, settled)
             assert x is not None
             return streams, x, quant
         streams = self.residual_only(pending, residual, post, comb)
@@ -131,12 +139,13 @@ class BoundaryAllReduce:
         comb: Tensor,
         collapse: tuple[Tensor, Tensor, float] | None,
         quantize: bool,
+        settled: bool,
     ) -> tuple[Tensor, Tensor | None, QuantizedInput | None]:
         assert self.fused is not None
         published = self._take(pending) and self.group.size > 1
         if self.group.size > 1:
             self._note_sending()
-        return self.fused.run(pending, published, residual, post, comb, collapse, quantize)
+        return self.fused.run(pending, published, residual, post, comb, collapse, quantize, settled)
 
     def _note_sending(self) -> None:
         # What a capture records is not sent.
@@ -144,7 +153,7 @@ class BoundaryAllReduce:
 
     def synchronize(self) -> None:
         """Waits for the current stream's work so far. Raises PeerTimeout, which names who is missing, as soon as a
-        boundary gives up on a peer."""
+        boundary gives up on a peer, and PeerLost where a rank has ended and work failed."""
         if self.fused is not None and self.fused.mailbox is not None:
             self.fused.mailbox.synchronize()
         elif self._slot.is_cuda:

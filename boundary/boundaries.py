@@ -53,8 +53,9 @@ class Boundaries:
         """
         mixer, norm = (layer.ffn_mixer, layer.ffn_norm) if ffn else (layer.attn_mixer, layer.attn_norm)
         assert state.pending is not None, "a boundary follows a sublayer's output"
+        # Settled: between the boundary that wrote the streams and this one lie a sublayer's launches.
         residual, x, quant = self.all_reduce.full(
-            state.pending, state.residual, state.post, state.comb, state.pre, norm, layer.eps, quantize
+            state.pending, state.residual, state.post, state.comb, state.pre, norm, layer.eps, quantize, settled=True
         )
         aux = self._advance(mixer, residual, state, step, capture_aux)
         return x, quant, aux
@@ -62,7 +63,7 @@ class Boundaries:
     def post_only(self, state: BoundaryState) -> Tensor:
         """The streams [T, n, hidden] after the pending output, where no sublayer reads them next."""
         assert state.pending is not None, "a boundary follows a sublayer's output"
-        residual = self.all_reduce.residual_only(state.pending, state.residual, state.post, state.comb)
+        residual = self.all_reduce.residual_only(state.pending, state.residual, state.post, state.comb, settled=True)
         state.pending = None
         return residual
 

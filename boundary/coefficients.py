@@ -13,6 +13,9 @@ Mixes = tuple[Tensor, Tensor, Tensor]
 class Coefficients(Protocol):
     """The ops beside a sublayer."""
 
+    def prepare(self, mixer: MixerView) -> None:
+        """Before any capture: gets `mixer`, any sublayer's, ready for calls."""
+
     def prepare_first(self, mixer: MixerView) -> None:
         """Before any capture: gets `mixer`, the first sublayer's, ready for `first`."""
 
@@ -28,6 +31,9 @@ class Coefficients(Protocol):
 
 class ReferenceCoefficients:
     """The reference ops."""
+
+    def prepare(self, mixer: MixerView) -> None:
+        """The reference reads the weights as they are."""
 
     def prepare_first(self, mixer: MixerView) -> None:
         """The reference projects the broadcast streams as they are."""

@@ -32,7 +32,7 @@ class FusedBoundary:
             assert group.process_group is not None, "a group of several ranks has a process group"
             self.mailbox = PeerMailbox(hidden, max_rows, group.process_group, device, deadline)
         self._none = torch.zeros(1, dtype=torch.int64, device=device)
-        self._width, self._warps = tuning.width(hidden), tuning.boundary_warps(hidden)
+        self._parts, self._warps = tuning.parts(hidden), tuning.boundary_warps(hidden)
         self.index = 0
 
     def publish(self, output: Tensor) -> None:
@@ -45,7 +45,8 @@ class FusedBoundary:
             self.index,
             self.rank,
             H=self.hidden,
-            WIDTH=self._width,
+            MAIN=self._parts.main,
+            REST=self._parts.rest,
             ROWS=self.max_rows,
             RANKS=self.size,
             num_warps=self._warps,
@@ -61,9 +62,11 @@ class FusedBoundary:
         comb: Tensor,
         collapse: tuple[Tensor, Tensor, float] | None,
         quantize: bool,
+        settled: bool = False,
     ) -> tuple[Tensor, Tensor | None, QuantizedInput | None]:
         """One boundary. pending: this rank's contribution, in the mailboxes already where published; residual: [T, 4,
-        hidden]; collapse: pre-mix [T, 4], norm weight [hidden] and eps, or None for the streams alone.
+        hidden]; collapse: pre-mix [T, 4], norm weight [hidden] and eps, or None for the streams alone; settled: the
+        residual was written by launches before the preceding one, and may be read ahead of it.
 
         Returns the new streams, the next input [T, hidden], and its MXFP8 form if asked.
         """
@@ -103,11 +106,14 @@ class FusedBoundary:
             eps,
             mailbox.deadline_ns if mailbox else 0,
             H=hidden,
-            WIDTH=self._width,
+            MAIN=self._parts.main,
+            REST=self._parts.rest,
             ROWS=self.max_rows,
             RANKS=self.size,
             TOPK=unfinalized.rows.shape[1] if unfinalized else 0,
             PUBLISHED=published,
+            SETTLED=settled,
+            EARLY=rows <= tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,
             num_warps=self._warps,
@@ -133,6 +139,15 @@ class FusedBoundary:
         self.index = 0
 
 
+def bfloat16_pieces(weight: Tensor) -> Tensor:
+    """float32 [N, K] -> bfloat16 [3, N, K], whose sum it is but for values below 2^-110 (bfloat16's range)."""
+    pieces, rest = [], weight
+    for _ in range(3):
+        pieces.append(rest.to(torch.bfloat16))
+        rest = rest - pieces[-1].float()
+    return torch.stack(pieces)
+
+
 class FusedCoefficients:
     """The kernels, for four streams and up to `max_rows` rows. Its scratch serves one call at a time: calls of a step
     follow each other, on the side stream or on the main one."""
@@ -143,11 +158,22 @@ class FusedCoefficients:
         sums = [tuning.projection_split(self.k, rows).splits * rows for rows in range(1, max_rows + 1)]
         sums.append(tuning.one_launch_split(self.k).splits * tuning.ONE_LAUNCH_ROWS)
         self._partial = torch.empty(max(sums) * 32, device=device)
+        # By the address of a mixer's weights.
         self._first: dict[int, Tensor] = {}
+        self._pieces: dict[int, Tensor] = {}
+
+    def prepare(self, mixer: MixerView) -> None:
+        self._pieces[mixer.fn.data_ptr()] = bfloat16_pieces(mixer.fn)
 
     def prepare_first(self, mixer: MixerView) -> None:
         """The projection of streams that are all alike: [24, hidden], the streams' weights summed."""
-        self._first[mixer.fn.data_ptr()] = mixer.fn.unflatten(1, (4, -1)).sum(1).contiguous()
+        first = mixer.fn.unflatten(1, (4, -1)).sum(1).contiguous()
+        self._first[mixer.fn.data_ptr()], self._pieces[first.data_ptr()] = first, bfloat16_pieces(first)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """What the prepared copies take."""
+        return sum(copy.nbytes for copies in (self._first, self._pieces) for copy in copies.values())
 
     def first(self, x: Tensor, residual: Tensor, mixer: MixerView) -> Mixes:
         return self._run(x, self._first[mixer.fn.data_ptr()], mixer)
@@ -157,9 +183,9 @@ class FusedCoefficients:
 
     def mean(self, residual: Tensor) -> Tensor:
         out = residual.new_empty(residual.shape[0], self.hidden)
-        warps = tuning.boundary_warps(self.hidden)
+        parts, warps = tuning.parts(self.hidden), tuning.boundary_warps(self.hidden)
         stream_mean_kernel[(residual.shape[0],)](
-            residual, out, H=self.hidden, WIDTH=tuning.width(self.hidden), num_warps=warps, launch_pdl=True
+            residual, out, H=self.hidden, MAIN=parts.main, REST=parts.rest, num_warps=warps, launch_pdl=True
         )
         return out
 
@@ -179,8 +205,9 @@ class FusedCoefficients:
             split = tuning.projection_split(k, rows)
             padded, block = 1 << (split.splits - 1).bit_length(), tuning.projection_rows(rows)
             projection_kernel[(split.splits, -(-rows // block))](
-                flat, fn, self._partial, rows, K=k, SPLITS=split.splits, COLUMNS=split.columns, BLOCK_ROWS=block,
-                BLOCK_K=64, num_warps=4, launch_pdl=True,
+                flat, self._pieces[fn.data_ptr()], self._partial, rows, K=k, SPLITS=split.splits,
+                COLUMNS=split.columns, BLOCK_ROWS=block, BLOCK_K=tuning.PROJECTION_COLUMNS,
+                num_warps=tuning.projection_warps(rows), launch_pdl=True,
             )  # fmt: skip
             finish_kernel[(rows,)](
                 self._partial, *outputs, *out, mixer.rms_eps, mixer.hc_eps, K=k, SPLITS=split.splits,

@@ -5,7 +5,7 @@ import torch
 from specialized_decode.boundary.types import TpGroup
 
 # What the kernels are written for.
-MAX_HIDDEN = 8192
+MIN_HIDDEN, MAX_HIDDEN = 64, 8192
 MAX_RANKS = 8
 STREAMS = 4
 
@@ -19,8 +19,8 @@ def unsupported(hidden: int, streams: int, group: TpGroup, device: torch.device)
         return f"GPU: found compute capability {major}.{minor}, expected 9.0 or later"
     if streams != STREAMS:
         return f"hc_mult: found {streams}, expected {STREAMS}"
-    if hidden > MAX_HIDDEN or hidden % 32:
-        return f"hidden size: found {hidden}, expected a multiple of 32 up to {MAX_HIDDEN}"
+    if not MIN_HIDDEN <= hidden <= MAX_HIDDEN or hidden % 32:
+        return f"hidden size: found {hidden}, expected a multiple of 32 from {MIN_HIDDEN} to {MAX_HIDDEN}"
     if group.size > MAX_RANKS:
         return f"tensor parallelism: found {group.size} ranks, expected at most {MAX_RANKS}"
     return unreachable(device, group.size) if group.size > 1 else None

@@ -15,15 +15,28 @@ class Split(NamedTuple):
 ONE_LAUNCH_ROWS = 4
 
 
-def width(hidden: int) -> int:
-    """The power of two that a row is held in."""
-    return 1 << (hidden - 1).bit_length()
+class Parts(NamedTuple):
+    """How a row is held: its first columns and the others, powers of two, the second padded."""
+
+    main: int
+    rest: int
+
+
+def parts(hidden: int) -> Parts:
+    """The largest power of two below `hidden`, and enough for what it leaves: 5120 columns are 4096 and 1024."""
+    main = 1 << (hidden - 1).bit_length() - 1
+    return Parts(main, 1 << (hidden - main - 1).bit_length())
 
 
 def boundary_warps(hidden: int) -> int:
-    """Warps of a boundary's program. At hidden 5120, 1 row, in a graph chain on an H200 (2026-11-29): 16 warps 4.10 us,
-    32 warps 4.20 us; at 384 rows 13.4 and 15.0 us."""
-    return max(1, min(16, width(hidden) // 512))
+    """Warps of a boundary's program. At hidden 5120 in a graph chain on an H200 (2026-11-30) 16 warps take 2.85 us at 1
+    row, 3.12 at 48, 14.2 at 384; 32 warps 3.06, 3.23 and 14.2; 8 warps 15.1 at 384."""
+    return max(1, min(16, parts(hidden).main // 256))
+
+
+# Programs of a projection at most: two a multiprocessor of an H200. At 384 rows 8.2 us, 10.4 with one; at 48 rows 4.9
+# and 6.0 (2026-11-30).
+PROGRAMS = 264
 
 
 def one_launch_split(k: int) -> Split:
@@ -33,14 +46,30 @@ def one_launch_split(k: int) -> Split:
     return Split(-(-k // columns), columns)
 
 
+# Up to so many rows the launch after a boundary may start beside it. A boundary of more rows has more programs than fit
+# at once, and what started early would crowd on the few multiprocessors that are free: at 384 rows on an H200 the
+# coefficients after it took 36 us instead of 16 (2026-11-30).
+EARLY_ROWS = 128
+
+
 def projection_split(k: int, rows: int) -> Split:
-    """Enough programs to fill 132 multiprocessors with blocks of 16 or 64 rows, none of less than 256 columns."""
+    """Enough programs to fill the GPU with blocks of 16 or 64 rows, none of less than 256 columns."""
     blocks = -(-rows // projection_rows(rows))
-    splits = max(1, min(k // 256, 132 // blocks))
+    splits = max(1, min(k // 256, PROGRAMS // blocks))
     columns = -(-k // splits // 64) * 64
     return Split(-(-k // columns), columns)
+
+
+# Columns of a projection's step.
+PROJECTION_COLUMNS = 64
 
 
 def projection_rows(rows: int) -> int:
     """Rows of a projection's program: one tile of 16, or four once there are rows to fill them."""
     return 16 if rows <= 64 else 64
+
+
+def projection_warps(rows: int) -> int:
+    """Warps of a projection's program: at 48 rows 4.9 us with 2 on an H200, 5.7 with 4; at 8 rows 3.9 and 4.1
+    (2026-11-30)."""
+    return 2 if projection_rows(rows) == 16 else 4

@@ -81,6 +81,9 @@ class SpecializedDecode:
         self.all_reduce = BoundaryAllReduce(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device, fused)
         self.boundaries = Boundaries(self.all_reduce, self._stream("mhc"), widths.hc_mult, coefficients)
         self.boundaries.coefficients.prepare_first(target.layers[0].attn_mixer)
+        for layer in target.layers:
+            self.boundaries.coefficients.prepare(layer.attn_mixer)
+            self.boundaries.coefficients.prepare(layer.ffn_mixer)
         self.tables = SparseIndexTables()
         self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
         self.candidates = self._candidates()

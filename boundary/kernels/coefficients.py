@@ -66,7 +66,7 @@ def coefficients_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def projection_kernel(
     streams,
-    fn,
+    pieces,
     partial,
     rows,
     K: tl.constexpr,
@@ -75,8 +75,9 @@ def projection_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (SPLITS, row blocks). As above, up to the sums. In float32 throughout: three TF32 products left errors half
-    again the reference's (H200, 10 rows, 2026-11-30)."""
+    """Grid (SPLITS, row blocks). As above, up to the sums, on the tensor cores at float32's accuracy: streams are
+    bfloat16 and a weight is the sum of its three bfloat16 `pieces` [3, 24, K], so products are exact; a tensor core
+    truncates as it adds, so its sums are of BLOCK_K columns and go on in float32 arithmetic."""
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mix = tl.arange(0, PADDED)
@@ -88,10 +89,13 @@ def projection_kernel(
         k = start + tl.arange(0, BLOCK_K)
         inside = k < K
         at = streams + row[:, None].to(tl.int64) * K + k[None, :]
-        x = tl.load(at, (row[:, None] < rows) & inside[None, :], other=0.0).to(tl.float32)
-        w = tl.load(fn + mix[None, :] * K + k[:, None], (mix[None, :] < MIXES) & inside[:, None], other=0.0)
-        sums = tl.dot(x, w, sums, input_precision="ieee")
-        squares += tl.sum(x * x, 1)
+        x = tl.load(at, (row[:, None] < rows) & inside[None, :], other=0.0)
+        weights, used = pieces + mix[None, :] * K + k[:, None], (mix[None, :] < MIXES) & inside[:, None]
+        part = tl.dot(x, tl.load(weights + 2 * MIXES * K, used, other=0.0))
+        part = tl.dot(x, tl.load(weights + MIXES * K, used, other=0.0), part)
+        sums += tl.dot(x, tl.load(weights, used, other=0.0), part)
+        numbers = x.to(tl.float32)
+        squares += tl.sum(numbers * numbers, 1)
     sums = tl.where(mix[None, :] == MIXES, squares[:, None], sums)
     out = partial + (row[:, None].to(tl.int64) * SPLITS + split) * PADDED + mix[None, :]
     tl.store(out, sums, row[:, None] < rows)
@@ -162,14 +166,19 @@ def finish(
 
 
 @triton.jit
-def stream_mean_kernel(streams, out, H: tl.constexpr, WIDTH: tl.constexpr):
+def stream_mean_kernel(streams, out, H: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
     """Grid (rows): the mean of four streams, [rows, 4, H] -> [rows, H] bfloat16."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < H
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros((WIDTH,), tl.float32)
+    _mean(streams, out, row, tl.arange(0, MAIN), H)
+    _mean(streams, out, row, MAIN + tl.arange(0, REST), H)
+
+
+@triton.jit
+def _mean(streams, out, row, column, H: tl.constexpr):
+    inside = column < H
+    total = tl.zeros(column.shape, tl.float32)
     for j in tl.static_range(4):
         total += tl.load(streams + (row * 4 + j) * H + column, inside, other=0.0).to(tl.float32)
     tl.store(out + row * H + column, (total * 0.25).to(tl.bfloat16), inside)

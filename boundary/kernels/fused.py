@@ -1,9 +1,10 @@
 """The boundary in one launch: contribution, all-reduce over peer memory, mHC post-mix, collapse, RMSNorm, MXFP8.
 
 One program a row: a thread holds neighbouring columns of every stream, so a row stays in registers from the first
-load to the last store. Ranks exchange contributions through mailboxes in peer memory (see `boundary.mailbox`). An
-element that holds EMPTY has not arrived; every contribution is kept clear of that pattern, so data and flag are one
-word, and no fence is needed.
+load to the last store. A row of H columns is two parts, MAIN and REST columns, powers of two both, since one power of
+two would leave up to half of the registers empty. Ranks exchange contributions through mailboxes in peer memory (see
+`boundary.mailbox`). An element that holds EMPTY has not arrived; every contribution is kept clear of that pattern, so
+data and flag are one word, and no fence is needed.
 """
 
 import triton
@@ -32,6 +33,20 @@ def to_bits(x):
 
 
 @triton.jit
+def row_sum(main, rest):
+    """The sum over a row's two parts, in one reduction: neighbours of the main part first, within a thread."""
+    folded = tl.reshape(main, (rest.shape[0], main.shape[0] // rest.shape[0]))
+    return tl.sum(tl.sum(folded, 1) + rest, 0)
+
+
+@triton.jit
+def row_max(main, rest):
+    """As `row_sum`, the maximum."""
+    folded = tl.reshape(main, (rest.shape[0], main.shape[0] // rest.shape[0]))
+    return tl.max(tl.maximum(tl.max(folded, 1), rest), 0)
+
+
+@triton.jit
 def mailbox(mailboxes, owner, slot, sender, row, H: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr):
     """Where `owner` receives a row from `sender` in one slot."""
     base = tl.multiple_of(tl.load(mailboxes + owner).to(tl.pointer_type(tl.int16)), 16)
@@ -39,12 +54,16 @@ def mailbox(mailboxes, owner, slot, sender, row, H: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def send(x, mailboxes, slot, row, column, inside, rank, H: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr):
+def send(main, rest, mailboxes, slot, row, rank, H: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr):
     """Stores a contribution into every other rank's mailbox."""
-    bits = to_bits(x)
+    main_bits, rest_bits = to_bits(main), to_bits(rest)
+    first = tl.arange(0, main.shape[0])
+    second = main.shape[0] + tl.arange(0, rest.shape[0])
     for peer in tl.static_range(RANKS):
         if peer != rank:
-            tl.store(mailbox(mailboxes, peer, slot, rank, row, H, ROWS, RANKS) + column, bits, inside)
+            place = mailbox(mailboxes, peer, slot, rank, row, H, ROWS, RANKS)
+            tl.store(place + first, main_bits)
+            tl.store(place + second, rest_bits, second < H)
 
 
 @triton.jit
@@ -53,11 +72,11 @@ def _now():
 
 
 @triton.jit
-def _give_up(report, generation, sender: tl.constexpr, row):
+def _give_up(report, generation, sender, row):
     """Records in host memory who is missing, and ends the kernel with an error."""
     host = report.to(tl.pointer_type(tl.int64))
     tl.store(host + 1, generation)
-    tl.store(host + 2, tl.full((), sender, tl.int64))
+    tl.store(host + 2, sender.to(tl.int64))
     tl.store(host + 3, row)
     tl.store(host, tl.full((), 1, tl.int64))
     tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -71,23 +90,43 @@ def _give_up(report, generation, sender: tl.constexpr, row):
 
 
 @triton.jit
-def receive(place, inside, report, generation, sender: tl.constexpr, row, deadline_ns):
-    """Waits for a contribution at `place`, takes it and empties the place; float32.
+def receive(
+    place, report, generation, sender, row, deadline_ns, H: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
+):
+    """Waits for a contribution at `place`, takes it and empties the place; float32, both parts.
 
     The place is used again three boundaries later; its sender cannot be that far before this rank has gone on.
     """
-    bits = tl.load(place, inside, other=0, volatile=True)
-    missing = tl.max(tl.where(inside & (bits == EMPTY), 1, 0), 0)
+    first = place + tl.arange(0, MAIN)
+    column = MAIN + tl.arange(0, REST)
+    second, inside = place + column, column < H
+    main = tl.load(first, volatile=True)
+    rest = tl.load(second, inside, other=0, volatile=True)
+    missing = row_max((main == EMPTY).to(tl.int32), (rest == EMPTY).to(tl.int32))
     start = _now()
     while missing != 0:
-        bits = tl.load(place, inside, other=0, volatile=True)
+        main = tl.load(first, volatile=True)
+        rest = tl.load(second, inside, other=0, volatile=True)
         # Decided by all threads together: their clocks differ.
         state = tl.where(_now() - start > deadline_ns, 2, 1)
-        missing = tl.max(tl.where(inside & (bits == EMPTY), state, 0), 0)
+        missing = row_max(tl.where(main == EMPTY, state, 0), tl.where(rest == EMPTY, state, 0))
         if missing == 2:
             _give_up(report, generation, sender, row)
-    tl.store(place, tl.full(bits.shape, EMPTY, tl.int16), inside)
-    return from_bits(bits)
+    tl.store(first, tl.full((MAIN,), EMPTY, tl.int16))
+    tl.store(second, tl.full((REST,), EMPTY, tl.int16), inside)
+    return from_bits(main), from_bits(rest)
+
+
+@triton.jit
+def _part(
+    main, rest, mailboxes, report, generation, slot, sender, rank, row, deadline_ns,
+    H: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A sender's contribution: received, or this rank's own as given."""
+    if sender != rank:
+        place = mailbox(mailboxes, rank, slot, sender, row, H, ROWS, RANKS)
+        main, rest = receive(place, report, generation, sender, row, deadline_ns, H, main.shape[0], rest.shape[0])
+    return main, rest
 
 
 @triton.jit
@@ -98,22 +137,64 @@ def _contribution(pending, rows, weights, shared, row, column, inside, H: tl.con
     total = tl.zeros(column.shape, tl.float32)
     for k in tl.static_range(TOPK):
         part = tl.load(rows + (row * TOPK + k) * H + column, inside, other=0.0).to(tl.float32)
-        total += tl.load(weights + row * TOPK + k) * part
+        total = tl.fma(tl.load(weights + row * TOPK + k), part, total)
     total += tl.load(shared + row * H + column, inside, other=0.0).to(tl.float32)
     return total.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _quantize(y, values, scales, row, H: tl.constexpr, WIDTH: tl.constexpr):
+def _streams(residual, row, column, inside, H: tl.constexpr):
+    """A part of the four streams; bfloat16, half the registers of float32. Nobody reads them after this, so the second
+    level cache may drop them first."""
+    at = residual + row * 4 * H + column
+    return (
+        tl.load(at, inside, other=0.0, eviction_policy="evict_first"),
+        tl.load(at + H, inside, other=0.0, eviction_policy="evict_first"),
+        tl.load(at + 2 * H, inside, other=0.0, eviction_policy="evict_first"),
+        tl.load(at + 3 * H, inside, other=0.0, eviction_policy="evict_first"),
+    )
+
+
+@triton.jit
+def _add(total, r0, r1, r2, r3, post, comb, pre, collapsed, out, inside, FULL: tl.constexpr):
+    """One stream: mixes the four, adds the contribution, stores, and collapses it further. Pointers to its mixes."""
+    mixed = tl.load(comb) * r0.to(tl.float32)
+    mixed = tl.fma(tl.load(comb + 4), r1.to(tl.float32), mixed)
+    mixed = tl.fma(tl.load(comb + 8), r2.to(tl.float32), mixed)
+    mixed = tl.fma(tl.load(comb + 12), r3.to(tl.float32), mixed)
+    new = tl.fma(tl.load(post), total, mixed).to(tl.bfloat16)
+    tl.store(out, new, inside)
+    if FULL:
+        collapsed = tl.fma(tl.load(pre), new.to(tl.float32), collapsed)
+    return collapsed
+
+
+@triton.jit
+def _update(
+    total, r0, r1, r2, r3, post, comb, pre, streams_out, row, column, inside, H: tl.constexpr, FULL: tl.constexpr
+):
+    """All four streams of a part; returns the collapsed input, rounded, float32."""
+    collapsed = tl.zeros_like(total)
+    for j in tl.static_range(4):
+        mixes = post + row * 4 + j, comb + row * 16 + j, pre + row * 4 + j
+        out = streams_out + (row * 4 + j) * H + column
+        collapsed = _add(total, r0, r1, r2, r3, mixes[0], mixes[1], mixes[2], collapsed, out, inside, FULL)
+    return tl.where(inside, collapsed.to(tl.bfloat16).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _quantize(y, values, scales, row, start, H: tl.constexpr):
     """OCP MX v1.0: FP8 e4m3 values with one power-of-two scale per 32."""
-    column, block = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 32)
-    blocks = tl.reshape(y, (WIDTH // 32, 32))
+    count: tl.constexpr = y.shape[0] // 32
+    column = start + tl.arange(0, y.shape[0])
+    block = start // 32 + tl.arange(0, count)
+    blocks = tl.reshape(y, (count, 32))
     bits = tl.maximum(tl.max(tl.abs(blocks), 1), 2.0**-126).to(tl.int32, bitcast=True)
     # 448 is 1.75 * 2**8: the exponent eight below amax's, one more where its mantissa is above 1.75.
     exponent = tl.maximum((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), -127)
     scaled = blocks * tl.exp2(-exponent.to(tl.float32))[:, None]
     scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(values + row * H + column, tl.reshape(scaled, (WIDTH,)).to(tl.float8e4nv), column < H)
+    tl.store(values + row * H + column, tl.reshape(scaled, (y.shape[0],)).to(tl.float8e4nv), column < H)
     tl.store(scales + row * (H // 32) + block, (exponent + 127).to(tl.uint8), block < H // 32)
 
 
@@ -141,67 +222,73 @@ def boundary_kernel(
     eps,
     deadline_ns,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     TOPK: tl.constexpr,
     PUBLISHED: tl.constexpr,
+    SETTLED: tl.constexpr,
+    EARLY: tl.constexpr,
     FULL: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
     """See BoundaryAllReduce.full; four streams. index: this boundary's number in its step; generations: [1] int64,
-    the boundaries before the step. PUBLISHED: the contribution is in every rank's mailbox already."""
+    the boundaries before the step. PUBLISHED: the contribution is in every rank's mailbox already. SETTLED: the
+    residual was written by launches before the preceding one. EARLY: the next launch may start beside this one."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < H
+    first, second = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    whole, inside = first < H, second < H
+    # What depends on nothing that may still run is on its way before the grid dependency resolves. Not the mixes: in
+    # a graph the edge of a stream joined just before is a programmatic one too.
     if FULL:
-        # A weight depends on nothing, so it is on its way before the grid dependency resolves.
-        scale = tl.load(norm + column, inside, other=0.0)
+        first_scale = tl.load(norm + first)
+        second_scale = tl.load(norm + second, inside, other=0.0)
+    if SETTLED:
+        a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
+        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     generation = tl.zeros((), tl.int64)
     if RANKS > 1:
         generation = tl.load(generations) + index
     slot = generation % GENERATIONS
     if PUBLISHED:
-        x = from_bits(tl.load(mailbox(mailboxes, rank, slot, rank, row, H, ROWS, RANKS) + column, inside, other=0))
+        own = mailbox(mailboxes, rank, slot, rank, row, H, ROWS, RANKS)
+        a = from_bits(tl.load(own + first))
+        b = from_bits(tl.load(own + second, inside, other=0))
     else:
-        x = _contribution(pending, rows, weights, shared, row, column, inside, H, TOPK)
+        a = _contribution(pending, rows, weights, shared, row, first, whole, H, TOPK)
+        b = _contribution(pending, rows, weights, shared, row, second, inside, H, TOPK)
         if RANKS > 1:
-            send(x, mailboxes, slot, row, column, inside, rank, H, ROWS, RANKS)
+            send(a, b, mailboxes, slot, row, rank, H, ROWS, RANKS)
             # What the others receive.
-            x = from_bits(to_bits(x))
-    # Kept as bfloat16, half the registers, while contributions are on their way.
-    stream = residual + row * 4 * H + column
-    r0 = tl.load(stream, inside, other=0.0)
-    r1 = tl.load(stream + H, inside, other=0.0)
-    r2 = tl.load(stream + 2 * H, inside, other=0.0)
-    r3 = tl.load(stream + 3 * H, inside, other=0.0)
-    total = x
+            a, b = from_bits(to_bits(a)), from_bits(to_bits(b))
+    if not SETTLED:
+        # While contributions are on their way.
+        a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
+        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     if RANKS > 1:
-        # In rank order, so that every rank gets the same bits.
-        for sender in tl.static_range(RANKS):
-            part = x
-            if sender != rank:
-                place = mailbox(mailboxes, rank, slot, sender, row, H, ROWS, RANKS) + column
-                part = receive(place, inside, report, generation, sender, row, deadline_ns)
-            if sender == 0:
-                total = part
-            else:
-                total += part
-    collapsed = tl.zeros(column.shape, tl.float32)
-    for j in tl.static_range(4):
-        mixed = tl.load(comb + row * 16 + j) * r0.to(tl.float32)
-        mixed += tl.load(comb + row * 16 + 4 + j) * r1.to(tl.float32)
-        mixed += tl.load(comb + row * 16 + 8 + j) * r2.to(tl.float32)
-        mixed += tl.load(comb + row * 16 + 12 + j) * r3.to(tl.float32)
-        new = (mixed + tl.load(post + row * 4 + j) * total).to(tl.bfloat16)
-        tl.store(streams_out + (row * 4 + j) * H + column, new, inside)
-        if FULL:
-            collapsed += tl.load(pre + row * 4 + j) * new.to(tl.float32)
+        # In rank order, so that every rank gets the same bits. Not unrolled: all loads would be held at once.
+        own_a, own_b = a, b
+        first_sender = tl.zeros((), tl.int32)
+        a, b = _part(
+            own_a, own_b, mailboxes, report, generation, slot, first_sender, rank, row, deadline_ns, H, ROWS, RANKS
+        )
+        for sender in range(1, RANKS):
+            part_a, part_b = _part(
+                own_a, own_b, mailboxes, report, generation, slot, sender, rank, row, deadline_ns, H, ROWS, RANKS
+            )
+            a, b = a + part_a, b + part_b
+    a = _update(a, a0, a1, a2, a3, post, comb, pre, streams_out, row, first, whole, H, FULL)
+    b = _update(b, b0, b1, b2, b3, post, comb, pre, streams_out, row, second, inside, H, FULL)
     if FULL:
-        rounded = tl.where(inside, collapsed.to(tl.bfloat16).to(tl.float32), 0.0)
-        y = (rounded * tl.rsqrt(tl.sum(rounded * rounded, 0) / H + eps) * scale.to(tl.float32)).to(tl.bfloat16)
-        tl.store(x_out + row * H + column, y, inside)
+        inverse = tl.rsqrt(row_sum(a * a, b * b) / H + eps)
+        y = (a * inverse * first_scale.to(tl.float32)).to(tl.bfloat16)
+        z = (b * inverse * second_scale.to(tl.float32)).to(tl.bfloat16)
+        tl.store(x_out + row * H + first, y)
+        tl.store(x_out + row * H + second, z, inside)
         if QUANTIZE:
-            _quantize(y.to(tl.float32), values_out, scales_out, row, H, WIDTH)
+            _quantize(y.to(tl.float32), values_out, scales_out, row, 0, H)
+            _quantize(z.to(tl.float32), values_out, scales_out, row, MAIN, H)

@@ -14,20 +14,24 @@ def publish_kernel(
     index,
     rank,
     H: tl.constexpr,
-    WIDTH: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """pending: [rows, H] bfloat16 -> the slot of boundary `index` in all ranks' mailboxes, this one's included."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < H
+    first, second = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
+    inside = second < H
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     slot = (tl.load(generations) + index) % GENERATIONS
-    bits = to_bits(tl.load(pending + row * H + column, inside, other=0.0).to(tl.float32))
+    main = to_bits(tl.load(pending + row * H + first).to(tl.float32))
+    rest = to_bits(tl.load(pending + row * H + second, inside, other=0.0).to(tl.float32))
     for peer in tl.static_range(RANKS):
-        tl.store(mailbox(mailboxes, peer, slot, rank, row, H, ROWS, RANKS) + column, bits, inside)
+        place = mailbox(mailboxes, peer, slot, rank, row, H, ROWS, RANKS)
+        tl.store(place + first, main)
+        tl.store(place + second, rest, inside)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,11 +1,13 @@
 """The boundary over real peers: `torchrun --nproc-per-node 2 tests/boundary/peers.py CASE`.
 
-Cases: values, graphs, soak [N], aborted, killed [SECONDS]. Every rank runs the same case; a rank that finds something
-wrong raises.
+Cases: values, graphs, soak [N], aborted, stalled [SECONDS], killed, freed. Every rank runs the same case; a rank that
+finds something wrong raises.
 """
 
+import gc
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -21,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specialized_decode.boundary import BoundaryAllReduce, Pending, QuantizedInput, UnfinalizedRows, reference
-from specialized_decode.boundary.mailbox import DEADLINE_SECONDS, PeerTimeout
+from specialized_decode.boundary.mailbox import DEADLINE_SECONDS, PeerLost, PeerTimeout
 
 HIDDEN, MAX_ROWS, TOP_K, EPS = 5120, 384, 6, 1e-20
 ROWS = (*range(1, 17), 47, 48, 49, 383, 384)
 KINDS = ("tensor", "unfinalized", "published")
 FORMS = ("full", "residual", "quantize")
-# Before anything of CUDA: no multicast, and no watchdog that ends a process whose peer is gone.
+# Before anything of CUDA: no multicast, and no watchdog of NCCL's that ends a process after a CUDA error.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -35,6 +37,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 # bfloat16 bits. Gentle: both zeros and subnormals. Harsh: infinities, NaN of both signs, and the mailbox's EMPTY.
 GENTLE = (0x8000, 0x0000, 0x0001, 0x8001, 0x007F, 0x807F)
@@ -251,10 +254,13 @@ def _check_values(
     arguments = (mixes.residual, mixes.post, mixes.comb)
     own = outputs[group.rank]
     found_x, quant = None, None
+    # The inputs are there long before; read ahead of the contribution or behind it, they are the same.
+    settled = rows % 2 == 0
     if form == "residual":
-        found = ours.residual_only(hand_over(ours, kind, own), *arguments)
+        found = ours.residual_only(hand_over(ours, kind, own), *arguments, settled=settled)
     else:
-        full = ours.full(hand_over(ours, kind, own), *arguments, mixes.pre, mixes.norm, EPS, form == "quantize")
+        collapse = mixes.pre, mixes.norm, EPS
+        full = ours.full(hand_over(ours, kind, own), *arguments, *collapse, form == "quantize", settled=settled)
         found, found_x, quant = full
     synchronize(ours)
     expected = theirs.residual_only(own, *arguments)
@@ -303,7 +309,9 @@ class Chain:
                 boundary.mark_published(pending)
             else:
                 pending = torch.add(output, x, alpha=0.5)
-            streams, x, _ = boundary.full(pending, streams, mixes.post, mixes.comb, mixes.pre, mixes.norm, EPS, False)
+            collapse = mixes.pre, mixes.norm, EPS
+            # The addition is a whole dependency, so the boundary before it has ended.
+            streams, x, _ = boundary.full(pending, streams, mixes.post, mixes.comb, *collapse, False, settled=True)
             after()
         return streams, x
 
@@ -518,34 +526,81 @@ def aborted(group: NcclGroup) -> str:
     return f"aborted: {cases} aborted steps, each followed by a right one"
 
 
-def killed(group: NcclGroup, deadline: float = DEADLINE_SECONDS) -> str:
-    """The last rank goes in the middle of a step; the first must say so."""
-    ours = fused(group, deadline)
-    chain = random_chain(group, 4, 3, 5)
+def _two_of_three(group: NcclGroup, deadline: float) -> tuple[BoundaryAllReduce, Chain]:
+    """Two whole steps, and the first two boundaries of a third."""
+    ours, chain = fused(group, deadline), random_chain(group, 4, 3, 5)
     for _ in range(2):
         step(ours, chain)
     synchronize(ours)
     dist.barrier()
     torch.cuda.synchronize()
-    generation = 2 * len(chain.kinds) + 2
     ours.reset()
     Chain(chain.kinds[:2], chain.mixes, chain.outputs[:2]).run(ours)
-    if group.rank == group.size - 1:
-        torch.cuda.synchronize()
-        os._exit(0)
-    begin = time.monotonic()
+    return ours, chain
+
+
+def _last_boundary(ours: BoundaryAllReduce, chain: Chain) -> None:
     mixes = chain.mixes
     ours.full(chain.outputs[2], mixes.residual, mixes.post, mixes.comb, mixes.pre, mixes.norm, EPS, False)
+    synchronize(ours)
+
+
+def stalled(group: NcclGroup, deadline: float = DEADLINE_SECONDS) -> str:
+    """The last rank is alive and never comes to a step's last boundary; the first must say so."""
+    ours, chain = _two_of_three(group, deadline)
+    last = group.size - 1
+    if group.rank == last:
+        torch.cuda.synchronize()
+        time.sleep(deadline + 5)
+        return ""
+    begin = time.monotonic()
     try:
-        synchronize(ours)
+        _last_boundary(ours, chain)
     except PeerTimeout as error:
         seconds = time.monotonic() - begin
-        expected = f"rank {group.rank}: boundary {generation}: row "
-        require(str(error).startswith(expected), f"killed: found {error}, expected {expected}...")
-        require(f"of rank {group.size - 1} did not come" in str(error), f"killed: found {error}")
-        require(deadline - 0.5 < seconds < deadline + 5, f"killed: it took {seconds:.1f} s, deadline {deadline} s")
-        return f"killed: {seconds:.1f} s: PeerTimeout: {error}"
+        expected = f"rank {group.rank}: boundary {3 * len(chain.kinds) - 1}: row "
+        require(str(error).startswith(expected), f"stalled: found {error}, expected {expected}...")
+        require(f"of rank {last} did not come" in str(error), f"stalled: found {error}")
+        require(deadline - 0.5 < seconds < deadline + 5, f"stalled: it took {seconds:.1f} s, deadline {deadline} s")
+        return f"stalled: {seconds:.1f} s: PeerTimeout: {error}"
+    raise AssertionError("stalled: found no error though a rank is not there")
+
+
+def killed(group: NcclGroup) -> str:
+    """The last rank is killed in the middle of a step; the first must say so."""
+    ours, chain = _two_of_three(group, DEADLINE_SECONDS)
+    last = group.size - 1
+    if group.rank == last:
+        torch.cuda.synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        _last_boundary(ours, chain)
+    except PeerLost as error:
+        seconds = time.monotonic() - begin
+        require(f"rank {last}" in str(error), f"killed: found {error}, expected rank {last} named")
+        require(seconds < 15, f"killed: it took {seconds:.1f} s")
+        return f"killed: {seconds:.1f} s: {type(error).__name__}: {error} (behind it: {error.__cause__})"
     raise AssertionError("killed: found no error though a rank is gone")
+
+
+def freed(group: NcclGroup) -> str:
+    """Executors come and go; their mailboxes' memory goes with them."""
+    used = []
+    for _ in range(12):
+        ours, chain = fused(group), random_chain(group, 4, 3, 5)
+        step(ours, chain)
+        synchronize(ours)
+        del ours, chain
+        gc.collect()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        used.append((total - free) >> 20)
+    mailbox = 3 * group.size * MAX_ROWS * HIDDEN * 2 >> 20
+    require(used[-1] - used[1] < mailbox, f"freed: found MiB in use {used}, expected no growth by {mailbox} each")
+    return f"freed: {len(used)} executors built and freed, {used[1]} MiB in use after the second, {used[-1]} at the end"
 
 
 def main(argv: list[str]) -> None:
@@ -558,7 +613,9 @@ def main(argv: list[str]) -> None:
         "graphs": lambda: graphs(group),
         "soak": lambda: soak(group, *map(int, argv[1:])),
         "aborted": lambda: aborted(group),
-        "killed": lambda: killed(group, *map(float, argv[1:])),
+        "stalled": lambda: stalled(group, *map(float, argv[1:])),
+        "killed": lambda: killed(group),
+        "freed": lambda: freed(group),
     }
     try:
         said = cases[argv[0]]()
@@ -570,7 +627,8 @@ def main(argv: list[str]) -> None:
         os._exit(1)
     if group.rank == 0:
         print(said, flush=True)
-    if argv[0] == "killed":
+    if argv[0] in ("stalled", "killed"):
+        # The other rank is gone, or waits for nobody.
         os._exit(0)
     dist.barrier()
     torch.cuda.synchronize()

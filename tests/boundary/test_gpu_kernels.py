@@ -98,9 +98,11 @@ def make_inputs(hidden: int, rows: int, kind: str, seed: int = 0) -> Inputs:
     return Inputs(pending, residual, post, comb, pre, (1 + 0.2 * draw(seed + 10, hidden)).bfloat16())
 
 
-def run(fused: FusedBoundary, inputs: Inputs, full: bool = True, quantize: bool = False) -> Result:
+def run(
+    fused: FusedBoundary, inputs: Inputs, full: bool = True, quantize: bool = False, settled: bool = False
+) -> Result:
     collapse = (inputs.pre, inputs.norm, NORM_EPS) if full else None
-    return fused.run(inputs.pending, False, inputs.residual, inputs.post, inputs.comb, collapse, quantize)
+    return fused.run(inputs.pending, False, inputs.residual, inputs.post, inputs.comb, collapse, quantize, settled)
 
 
 def by_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -167,10 +169,16 @@ def test_values(boundaries: Callable[[int], FusedBoundary], hidden: int, rows: i
         alone, no_x, no_quant = run(boundaries(hidden), inputs, full=False)
         streams, x, plain = run(boundaries(hidden), inputs)
         again, quantized_x, quant = run(boundaries(hidden), inputs, quantize=True)
+        settled = [run(boundaries(hidden), inputs, full, settled=True)[0] for full in (True, False)]
+        settled_x, settled_quant = run(boundaries(hidden), inputs, quantize=True, settled=True)[1:]
     assert no_x is None and no_quant is None and plain is None
+    assert settled_x is not None and settled_quant is not None
     assert x is not None and quantized_x is not None and quant is not None
     # The sum of squares may run in another order where the row is laid out for quantizing.
     assert same_bits(alone, streams) and same_bits(again, streams)
+    # What is read ahead of the contribution is the same.
+    assert all(same_bits(one, streams) for one in settled) and same_bits(settled_x, quantized_x)
+    assert all(same_bits(one, two) for one, two in zip(settled_quant, quant, strict=True))
     expected, true = by_reference(inputs), exact(inputs)
     assert_as_good("streams", streams, expected[0], true[0])
     assert_as_good("input", x, expected[1], true[1])
@@ -313,6 +321,7 @@ def assert_mixes(found: Mixes, residual: Tensor, mixer: MixerWeights) -> None:
 @pytest.mark.parametrize(("hidden", "rows"), SIZES)
 def test_coefficients(coefficients: Callable[[int], FusedCoefficients], hidden: int, rows: int) -> None:
     ops, mixer = coefficients(hidden), gpu_mixer(random_mixer(rows, hidden))
+    ops.prepare(mixer)
     size = torch.exp2(draw(rows, rows, 1, 1).mul(4).round())
     residual = (draw(rows + 1, rows, 4, hidden) * size).bfloat16()
     with poisoned():
@@ -341,6 +350,7 @@ def test_first_coefficients(coefficients: Callable[[int], FusedCoefficients], hi
 def test_coefficients_of_row_counts_in_turn(coefficients: Callable[[int], FusedCoefficients]) -> None:
     """Scratch that one row count leaves disturbs no other; a row's mixes depend on the path alone."""
     ops, mixer = coefficients(5120), gpu_mixer(random_mixer(3, 5120))
+    ops.prepare(mixer)
     residual = draw(4, MAX_ROWS, 4, 5120).bfloat16()
     most = tuning.ONE_LAUNCH_ROWS
     order = [1, 384, most, 8, 9, 3, 48, 49, 2, 16, 1, 5, 384, 7, 17] * 2
@@ -362,6 +372,7 @@ def test_special_values_in_coefficients(
     coefficients: Callable[[int], FusedCoefficients], rows: int, value: float
 ) -> None:
     ops, mixer = coefficients(5120), gpu_mixer(random_mixer(5, 5120))
+    ops.prepare(mixer)
     residual = draw(6, rows, 4, 5120).bfloat16()
     clean, mean = ops(residual, mixer), ops.mean(residual)
     residual[rows // 2, 1, 77] = value
@@ -438,6 +449,9 @@ def test_graph_replays(side_stream: bool) -> None:
     group, stream = FixedGroup(0, []), CudaSideStream(DEVICE)
     fused, mixes = FusedBoundary(5120, MAX_ROWS, group, DEVICE), FusedCoefficients(5120, MAX_ROWS, DEVICE)
     mixes.prepare_first(layers[0].attn_mixer)
+    for layer in layers:
+        mixes.prepare(layer.attn_mixer)
+        mixes.prepare(layer.ffn_mixer)
     ops = Boundaries(BoundaryAllReduce(5120, MAX_ROWS, group, DEVICE, fused), stream, 4, mixes)
     plain = Boundaries(BoundaryAllReduce(5120, MAX_ROWS, group, DEVICE), stream, 4)
     chains = [Chain(rows, ops, layers, side_stream) for rows in (1, 3, 8, 9, 16, 48, 49, 384)]
@@ -471,6 +485,7 @@ def test_back_to_back_launches(rows: int) -> None:
     one's streams, give the bits that they give one at a time."""
     fused, mixes = FusedBoundary(5120, MAX_ROWS, FixedGroup(0, []), DEVICE), FusedCoefficients(5120, MAX_ROWS, DEVICE)
     mixer, norm = gpu_mixer(random_mixer(9, 5120)), (1 + 0.1 * draw(1, 5120)).bfloat16()
+    mixes.prepare(mixer)
     start, x = draw(2, rows, 4, 5120).bfloat16(), draw(3, rows, 5120).bfloat16()
 
     def chain(wait: bool) -> list[Tensor]:

@@ -3,10 +3,10 @@
 import pytest
 
 from specialized_decode.boundary import tuning
-from specialized_decode.boundary.select import MAX_HIDDEN
+from specialized_decode.boundary.select import MAX_HIDDEN, MIN_HIDDEN
 from specialized_decode.boundary.tuning import Split
 
-HIDDEN = (32, 64, 96, 128, 256, 1024, 4096, 4128, 5120, 7168, 8160, 8192)
+HIDDEN = (64, 96, 128, 256, 1024, 4096, 4128, 5120, 7168, 8160, 8192)
 COLUMNS = sorted({k for hidden in HIDDEN for k in (hidden, 4 * hidden)})
 
 
@@ -20,14 +20,17 @@ def power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-@pytest.mark.parametrize("hidden", HIDDEN)
-def test_width_is_the_next_power_of_two(hidden: int) -> None:
-    width = tuning.width(hidden)
-    assert power_of_two(width) and width // 2 < hidden <= width
+@pytest.mark.parametrize("hidden", range(MIN_HIDDEN, MAX_HIDDEN + 1, 32))
+def test_parts_hold_a_row(hidden: int) -> None:
+    main, rest = tuning.parts(hidden)
+    assert power_of_two(main) and power_of_two(rest)
+    # The first part is full, the second at least half full; blocks of 32 columns lie in one of them.
+    assert main < hidden <= main + rest < main + 2 * (hidden - main)
+    assert main % 32 == 0 and rest % 32 == 0 and rest <= main
 
 
-def test_widths_at_powers_of_two() -> None:
-    assert [tuning.width(hidden) for hidden in (1, 2, 3, 4, 5, 4096, 4097, 8192)] == [1, 2, 4, 4, 8, 4096, 8192, 8192]
+def test_parts() -> None:
+    assert tuning.parts(5120) == (4096, 1024) and tuning.parts(7168) == (4096, 4096)
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -35,11 +38,11 @@ def test_warps(hidden: int) -> None:
     warps = tuning.boundary_warps(hidden)
     assert power_of_two(warps) and 1 <= warps <= 32
     # A thread has at least one column, and no more than its registers hold of four streams.
-    assert 1 <= tuning.width(hidden) // (32 * warps) <= 16
+    assert 1 <= sum(tuning.parts(hidden)) // (32 * warps) <= 16
 
 
 def test_warps_grow_with_the_width() -> None:
-    warps = [tuning.boundary_warps(hidden) for hidden in range(32, MAX_HIDDEN + 1, 32)]
+    warps = [tuning.boundary_warps(hidden) for hidden in range(MIN_HIDDEN, MAX_HIDDEN + 1, 32)]
     assert warps == sorted(warps)
 
 
@@ -59,7 +62,7 @@ def test_projection_split(k: int) -> None:
         # A program's loop takes whole steps of 64 columns, so that none of another program's are counted twice.
         assert split.columns % 64 == 0
         blocks = -(-rows // block)
-        assert split.splits * blocks <= max(132, blocks)
+        assert split.splits * blocks <= max(tuning.PROGRAMS, blocks)
 
 
 def test_fewer_splits_for_more_rows() -> None:

@@ -66,11 +66,28 @@ def run_interpreted(path: str) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+    # It would multiply bfloat16's bits as integers.
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(builder: Any, a: Any, b: Any, *arguments: Any) -> Any:
+        return create_dot(builder, _widened(a), _widened(b), *arguments)
+
+    interpreter.InterpreterBuilder.create_dot = dot
     # Nothing runs before or after an interpreted launch.
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(tl.extra.cuda, name, lambda: None)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     torch.save({**_boundary_cases(), **_mixes_cases()}, Path(path))
+
+
+def _widened(handle: Any) -> Any:
+    """An interpreted tensor of bfloat16 bits as float32."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle(converted(handle.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
 
 
 def converted(values: Any, source: Any, target: Any, rounding: object) -> Any:
@@ -97,7 +114,8 @@ def _boundary_cases() -> dict[tuple[object, ...], list[Tensor]]:
                 collapse = given["pre"], given["norm"], EPS
                 new, x, quant = fused.run(*common, collapse, True)
                 assert x is not None and quant is not None
-                alone, plain_x = fused.run(*common, None, False)[0], fused.run(*common, collapse, False)[1]
+                alone = fused.run(*common, None, False, settled=True)[0]
+                plain_x = fused.run(*common, collapse, False, settled=True)[1]
                 assert plain_x is not None
                 found["boundary", hidden, rows, topk] = [new, x, quant.values, quant.scales, alone, plain_x]
     return found
@@ -110,6 +128,7 @@ def _mixes_cases() -> dict[tuple[object, ...], list[Tensor]]:
     for hidden in WIDTHS:
         ops, mixer = FusedCoefficients(hidden, max(ROWS), torch.device("cpu")), random_mixer(hidden, hidden)
         ops.prepare_first(mixer)
+        ops.prepare(mixer)
         for rows in ROWS:
             given = streams(hidden, rows)
             found["mixes", hidden, rows] = [*ops(given, mixer)]
