@@ -112,7 +112,8 @@ class FusedBoundary:
             RANKS=self.size,
             TOPK=unfinalized.rows.shape[1] if unfinalized else 0,
             PUBLISHED=published,
-            SETTLED=settled,
+            # Many rows have no use for it: their programs outnumber the multiprocessors.
+            SETTLED=settled and rows <= tuning.EARLY_ROWS,
             EARLY=rows <= tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,

@@ -84,7 +84,7 @@ def projection_kernel(
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros((BLOCK_ROWS, PADDED), tl.float32)
-    squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    squares = tl.zeros((BLOCK_ROWS, BLOCK_K), tl.float32)
     for start in range(split * COLUMNS, tl.minimum(split * COLUMNS + COLUMNS, K), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < K
@@ -95,8 +95,8 @@ def projection_kernel(
         part = tl.dot(x, tl.load(weights + MIXES * K, used, other=0.0), part)
         sums += tl.dot(x, tl.load(weights, used, other=0.0), part)
         numbers = x.to(tl.float32)
-        squares += tl.sum(numbers * numbers, 1)
-    sums = tl.where(mix[None, :] == MIXES, squares[:, None], sums)
+        squares += numbers * numbers
+    sums = tl.where(mix[None, :] == MIXES, tl.sum(squares, 1)[:, None], sums)
     out = partial + (row[:, None].to(tl.int64) * SPLITS + split) * PADDED + mix[None, :]
     tl.store(out, sums, row[:, None] < rows)
 

@@ -19,16 +19,39 @@ GENERATIONS = tl.constexpr(3)
 GRACE_NS = tl.constexpr(1_000_000_000)
 
 
+# Two values an instruction, in assembly, since the compiler converts one by one: half of the kernel's instructions were
+# conversions.
+@triton.jit
+def widened(x):
+    """bfloat16 as float32."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def rounded(x):
+    """float32 to the nearest bfloat16: as such, and as float32."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+        "=&r,=&r,=&r,r,r",
+        [x],
+        dtype=(tl.bfloat16, tl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
 @triton.jit
 def from_bits(bits):
     """bfloat16 bits as float32."""
-    return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return widened(bits.to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
 def to_bits(x):
     """float32 as the bits of a contribution: bfloat16, never EMPTY."""
-    bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    bits = rounded(x)[0].to(tl.int16, bitcast=True)
     return tl.where(x == x, bits, tl.full(x.shape, QUIET_NAN, tl.int16))
 
 
@@ -133,13 +156,13 @@ def _part(
 def _contribution(pending, rows, weights, shared, row, column, inside, H: tl.constexpr, TOPK: tl.constexpr):
     """This rank's contribution, rounded to bfloat16, as float32. TOPK > 0: finalizes a MoE output."""
     if TOPK == 0:
-        return tl.load(pending + row * H + column, inside, other=0.0).to(tl.float32)
+        return widened(tl.load(pending + row * H + column, inside, other=0.0))
     total = tl.zeros(column.shape, tl.float32)
     for k in tl.static_range(TOPK):
-        part = tl.load(rows + (row * TOPK + k) * H + column, inside, other=0.0).to(tl.float32)
+        part = widened(tl.load(rows + (row * TOPK + k) * H + column, inside, other=0.0))
         total = tl.fma(tl.load(weights + row * TOPK + k), part, total)
-    total += tl.load(shared + row * H + column, inside, other=0.0).to(tl.float32)
-    return total.to(tl.bfloat16).to(tl.float32)
+    total += widened(tl.load(shared + row * H + column, inside, other=0.0))
+    return rounded(total)[1]
 
 
 @triton.jit
@@ -156,30 +179,38 @@ def _streams(residual, row, column, inside, H: tl.constexpr):
 
 
 @triton.jit
-def _add(total, r0, r1, r2, r3, post, comb, pre, collapsed, out, inside, FULL: tl.constexpr):
-    """One stream: mixes the four, adds the contribution, stores, and collapses it further. Pointers to its mixes."""
-    mixed = tl.load(comb) * r0.to(tl.float32)
-    mixed = tl.fma(tl.load(comb + 4), r1.to(tl.float32), mixed)
-    mixed = tl.fma(tl.load(comb + 8), r2.to(tl.float32), mixed)
-    mixed = tl.fma(tl.load(comb + 12), r3.to(tl.float32), mixed)
-    new = tl.fma(tl.load(post), total, mixed).to(tl.bfloat16)
+def _stream_mixes(post, comb, pre, row, j: tl.constexpr, FULL: tl.constexpr):
+    """What stream j takes of the contribution and of the four streams, and what the next input takes of it."""
+    collapse = 0.0
+    if FULL:
+        collapse = tl.load(pre + row * 4 + j)
+    own = comb + row * 16 + j
+    return tl.load(post + row * 4 + j), tl.load(own), tl.load(own + 4), tl.load(own + 8), tl.load(own + 12), collapse
+
+
+@triton.jit
+def _add(total, r0, r1, r2, r3, mixes, collapsed, out, inside, FULL: tl.constexpr):
+    """One stream: mixes the four, adds the contribution, stores, and collapses it further."""
+    mixed = mixes[1] * r0
+    mixed = tl.fma(mixes[2], r1, mixed)
+    mixed = tl.fma(mixes[3], r2, mixed)
+    mixed = tl.fma(mixes[4], r3, mixed)
+    new, number = rounded(tl.fma(mixes[0], total, mixed))
     tl.store(out, new, inside)
     if FULL:
-        collapsed = tl.fma(tl.load(pre), new.to(tl.float32), collapsed)
+        collapsed = tl.fma(mixes[5], number, collapsed)
     return collapsed
 
 
 @triton.jit
-def _update(
-    total, r0, r1, r2, r3, post, comb, pre, streams_out, row, column, inside, H: tl.constexpr, FULL: tl.constexpr
-):
+def _update(total, r0, r1, r2, r3, m0, m1, m2, m3, out, inside, H: tl.constexpr, FULL: tl.constexpr):
     """All four streams of a part; returns the collapsed input, rounded, float32."""
-    collapsed = tl.zeros_like(total)
-    for j in tl.static_range(4):
-        mixes = post + row * 4 + j, comb + row * 16 + j, pre + row * 4 + j
-        out = streams_out + (row * 4 + j) * H + column
-        collapsed = _add(total, r0, r1, r2, r3, mixes[0], mixes[1], mixes[2], collapsed, out, inside, FULL)
-    return tl.where(inside, collapsed.to(tl.bfloat16).to(tl.float32), 0.0)
+    r0, r1, r2, r3 = widened(r0), widened(r1), widened(r2), widened(r3)
+    collapsed = _add(total, r0, r1, r2, r3, m0, tl.zeros_like(total), out, inside, FULL)
+    collapsed = _add(total, r0, r1, r2, r3, m1, collapsed, out + H, inside, FULL)
+    collapsed = _add(total, r0, r1, r2, r3, m2, collapsed, out + 2 * H, inside, FULL)
+    collapsed = _add(total, r0, r1, r2, r3, m3, collapsed, out + 3 * H, inside, FULL)
+    return tl.where(inside, rounded(collapsed)[1], 0.0)
 
 
 @triton.jit
@@ -269,6 +300,11 @@ def boundary_kernel(
         # While contributions are on their way.
         a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
         b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
+    # All at once, before the first store: the compiler moves no load ahead of one.
+    m0 = _stream_mixes(post, comb, pre, row, 0, FULL)
+    m1 = _stream_mixes(post, comb, pre, row, 1, FULL)
+    m2 = _stream_mixes(post, comb, pre, row, 2, FULL)
+    m3 = _stream_mixes(post, comb, pre, row, 3, FULL)
     if RANKS > 1:
         # In rank order, so that every rank gets the same bits. Not unrolled: all loads would be held at once.
         own_a, own_b = a, b
@@ -281,14 +317,15 @@ def boundary_kernel(
                 own_a, own_b, mailboxes, report, generation, slot, sender, rank, row, deadline_ns, H, ROWS, RANKS
             )
             a, b = a + part_a, b + part_b
-    a = _update(a, a0, a1, a2, a3, post, comb, pre, streams_out, row, first, whole, H, FULL)
-    b = _update(b, b0, b1, b2, b3, post, comb, pre, streams_out, row, second, inside, H, FULL)
+    out = streams_out + row * 4 * H
+    a = _update(a, a0, a1, a2, a3, m0, m1, m2, m3, out + first, whole, H, FULL)
+    b = _update(b, b0, b1, b2, b3, m0, m1, m2, m3, out + second, inside, H, FULL)
     if FULL:
         inverse = tl.rsqrt(row_sum(a * a, b * b) / H + eps)
-        y = (a * inverse * first_scale.to(tl.float32)).to(tl.bfloat16)
-        z = (b * inverse * second_scale.to(tl.float32)).to(tl.bfloat16)
+        y, y_number = rounded(a * inverse * widened(first_scale))
+        z, z_number = rounded(b * inverse * widened(second_scale))
         tl.store(x_out + row * H + first, y)
         tl.store(x_out + row * H + second, z, inside)
         if QUANTIZE:
-            _quantize(y.to(tl.float32), values_out, scales_out, row, 0, H)
-            _quantize(z.to(tl.float32), values_out, scales_out, row, MAIN, H)
+            _quantize(y_number, values_out, scales_out, row, 0, H)
+            _quantize(z_number, values_out, scales_out, row, MAIN, H)

@@ -73,11 +73,25 @@ def run_interpreted(path: str) -> None:
         return create_dot(builder, _widened(a), _widened(b), *arguments)
 
     interpreter.InterpreterBuilder.create_dot = dot
+    # It runs no assembly; a single rank's kernels use it for conversions alone.
+    tl.inline_asm_elementwise = _assembly
     # Nothing runs before or after an interpreted launch.
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(tl.extra.cuda, name, lambda: None)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     torch.save({**_boundary_cases(), **_mixes_cases()}, Path(path))
+
+
+def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
+    """`widened` and `rounded` of the boundary's kernels."""
+    import triton.language as tl
+
+    (value,) = arguments
+    if asm.startswith("cvt.rn.bf16x2.f32"):
+        number = value.to(tl.bfloat16)
+        return number, number.to(tl.float32)
+    assert asm.startswith("shl.b32") and dtype == tl.float32, asm
+    return value.to(tl.float32)
 
 
 def _widened(handle: Any) -> Any:
