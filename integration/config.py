@@ -487,7 +487,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         _absent(lambda deployment: deployment.changing_weights),
     ),
     Requirement(
-        "Memory",
+        "Prepared weights",
         "room for the weights and the prepared weights",
         "free the GPU, raise --gpu-memory-utilization, or use a larger tensor-parallel size",
         "Dense weights are held a second time, in the form that low-batch steps read.",

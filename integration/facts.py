@@ -46,11 +46,12 @@ class Software:
     @classmethod
     def gather(cls) -> "Software":
         found = installed("vllm")
-        # Reading the contract takes seconds; the tested version was read by its tests.
-        read = found is not None and found != contract.TESTED
+        allowed = os.environ.get(contract.ALLOW)
+        # Reading the contract takes seconds. The tested version was read by its tests; others need not be, but one.
+        read = found is not None and found == allowed != contract.TESTED
         return cls(
             vllm=found,
-            allowed_vllm=os.environ.get(contract.ALLOW),
+            allowed_vllm=allowed,
             internals=tuple(contract.check()) if read else (),
             torch=torch.__version__,
             triton=installed("triton"),
@@ -75,19 +76,23 @@ class Device:
         return None if self.capability is None else FAMILIES.get(self.capability[0])
 
     @classmethod
-    def gather(cls, size: int, nodes: int = 1, ranks: Sequence[int] | None = None) -> "Device":
-        """The current device, in a TP group of `size`. ranks: the devices whose peers are asked, by default its own."""
+    def gather(cls, size: int, nodes: int = 1, ranks: Sequence[int] = ()) -> "Device":
+        """The current device, in a TP group of `size`; or, from outside a group, the devices `ranks`, the first's name.
+
+        Every one of them is asked whether it reaches its peers.
+        """
         if not torch.cuda.is_available():
             return cls("none", None, "no GPU" if size > 1 else None, 0, 0)
-        device = torch.device("cuda", torch.cuda.current_device())
-        reasons = [unreachable(torch.device("cuda", rank), size) for rank in ranks or (device.index,)]
+        devices = [torch.device("cuda", rank) for rank in ranks or (torch.cuda.current_device(),)]
+        reasons = [unreachable(device, size) for device in devices] if size > 1 else []
+        found = [reason.removeprefix("peer access: found ").split(", expected")[0] for reason in reasons if reason]
         if nodes > 1:
-            reasons.insert(0, f"{nodes} nodes")
-        free, total = torch.cuda.mem_get_info(device)
+            found.insert(0, f"{nodes} nodes")
+        free, total = torch.cuda.mem_get_info(devices[0])
         return cls(
-            name=torch.cuda.get_device_name(device),
-            capability=torch.cuda.get_device_capability(device),
-            unreachable=next((reason for reason in reasons if reason is not None), None) if size > 1 else None,
+            name=torch.cuda.get_device_name(devices[0]),
+            capability=torch.cuda.get_device_capability(devices[0]),
+            unreachable=found[0] if found else None,
             free_memory=free,
             total_memory=total,
         )
@@ -175,7 +180,7 @@ class Facts:
     deployment: Deployment | None
 
     @classmethod
-    def gather(cls, config: "VllmConfig", ranks: Sequence[int] | None = None) -> "Facts":
+    def gather(cls, config: "VllmConfig", ranks: Sequence[int] = ()) -> "Facts":
         """This rank's facts. `ranks`: as in `Device.gather`."""
         parallel = config.parallel_config
         size = parallel.tensor_parallel_size

@@ -31,7 +31,7 @@ def _load_driver(folder: Path) -> None:
     """Loads a stand-in for libcuda.so.1, for this process and those that it starts."""
     source, library = folder / "driver.c", folder / "libcuda.so.1"
     source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in _DRIVER.split()))
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
     subprocess.run(command, check=True)
     ctypes.CDLL(str(library))
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *os.environ.get("LD_LIBRARY_PATH", "").split()])
