@@ -1,7 +1,7 @@
 """The tables of README.md and docs/*.md, made from benchmarks/results/*.json.
 
-`python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json; with
---check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form,
+`python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json, and the
+table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form,
 benchmarks/boundary.py that of its own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
 """
 
@@ -18,6 +18,8 @@ RESULTS = Path("benchmarks", "results")
 _BLOCK = re.compile(
     r"(<!-- table: (?P<name>[\w-]+)(?P<open>, once measured)? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
+# The one table that is not made from a result.
+_REQUIREMENTS = "requirements"
 _MARKER = re.compile(r"<!-- (?:table:|end -->)")
 
 # Heading of a column and its text for one run of one result.
@@ -33,6 +35,15 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Any]], str]], ...
 
 class TableError(ValueError):
     """A page or a result that no table can be made of; the message names it."""
+
+
+def requirements_table() -> str:
+    """The Markdown of the deployment check: a row a requirement."""
+    from specialized_decode.integration.config import REQUIREMENTS
+
+    lines = [["requirement", "expected", "why", "how to satisfy it"], ["---"] * 4]
+    lines += [[row.name, row.expected, row.why, row.remedy] for row in REQUIREMENTS]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
 def pages(root: Path) -> list[Path]:
@@ -95,6 +106,8 @@ def filled(text: str, page: str, results: Path) -> str:
     """A page's text with every table made anew. Raises TableError for a marker or a result that is not as expected."""
 
     def fill(match: re.Match[str]) -> str:
+        if match["name"] == _REQUIREMENTS:
+            return match[1] + requirements_table() + match["end"]
         path = results / f"{match['name']}.json"
         if match["open"] and not path.is_file():
             return match[1] + match["end"]
