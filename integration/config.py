@@ -163,8 +163,11 @@ def _vllm(facts: Facts) -> Finding:
 
 
 def _internals(facts: Facts) -> Finding:
-    deviations = facts.software.internals
-    return ("\n".join(deviations), False) if deviations else ("as tested", True)
+    software = facts.software
+    if software.internals:
+        return "\n".join(software.internals), False
+    read = software.vllm is not None and software.vllm in (contract.TESTED, software.allowed_vllm)
+    return "as tested" if read else "not read", True
 
 
 def _flashinfer(facts: Facts) -> Finding:

@@ -1,8 +1,9 @@
 """The tables of README.md and docs/*.md, made from benchmarks/results/*.json.
 
 `python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json, and the
-table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form,
-benchmarks/boundary.py that of its own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
+table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a
+page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py that of its own.
+`<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
 """
 
 import json

@@ -246,7 +246,13 @@ def test_what_a_plain_serve_reports(engine_config: Build) -> None:
 
 def test_another_version_that_is_allowed(engine_config: Build) -> None:
     software = replace(SOFTWARE, vllm="0.34.0", allowed_vllm="0.34.0")
-    assert failed(facts(engine_config(), software=software)) == {}
+    found = facts(engine_config(), software=software)
+    assert failed(found) == {}
+    rows = {row.name: row.found for row in check.evaluate(found)}
+    assert rows["vLLM"] == "0.34.0, allowed by SPECIALIZED_DECODE_ALLOW_VLLM"
+    assert rows["vLLM internals"] == "as tested"
+    found = replace(found, software=replace(software, allowed_vllm=None))
+    assert dict((row.name, row.found) for row in check.evaluate(found))["vLLM internals"] == "not read"
 
 
 def test_all_that_is_missing_at_once(engine_config: Build) -> None:

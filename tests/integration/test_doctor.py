@@ -58,7 +58,8 @@ def test_prints_the_deployment_checks_rows(tiny_folder: Path) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_flags_of_vllm_serve(tiny_folder: Path) -> None:
-    flags = '--max-model-len 512 --enforce-eager --kv-cache-dtype bfloat16 --additional-config \'{"decode_backend": "auto"}\''
+    option = '--additional-config \'{"decode_backend": "auto"}\''
+    flags = f"--max-model-len 512 --enforce-eager --kv-cache-dtype bfloat16 {option}"
     code, rows = _doctor(tiny_folder, "--vllm-args", flags)
     assert code == 1
     assert _missing(rows) == {"KV cache dtype": "bfloat16", "CUDA graphs": "NONE, no capture sizes"}

@@ -9,7 +9,6 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__fi
 
 import pytest  # noqa: E402
 
-
 INTERPRETER = "--interpreter-from="
 
 
