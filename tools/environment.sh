@@ -106,7 +106,7 @@ setup_python() {
         [ "$1" = runtime ] || modules+=(pytest)
         python=$(chosen_python SPECIALIZED_DECODE_PYTHON "${modules[@]}") || exit 1
     else
-        make_environment .venv "$1" runtime.txt dev.txt
+        make_environment .venv "$1" dev.txt runtime.txt
         python=$checkout/.venv/bin/python
     fi
 }

@@ -1,11 +1,13 @@
 """The deployment check: every row fails on its own, on vLLM's own configuration, and says what and how."""
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 
 from specialized_decode.integration import config as check
 from specialized_decode.integration.facts import Deployment, Device, Facts, Software
@@ -252,7 +254,7 @@ def test_another_version_that_is_allowed(engine_config: Build) -> None:
     assert rows["vLLM"] == "0.34.0, allowed by SPECIALIZED_DECODE_ALLOW_VLLM"
     assert rows["vLLM internals"] == "as tested"
     found = replace(found, software=replace(software, allowed_vllm=None))
-    assert dict((row.name, row.found) for row in check.evaluate(found))["vLLM internals"] == "not read"
+    assert {row.name: row.found for row in check.evaluate(found)}["vLLM internals"] == "not read"
 
 
 def test_all_that_is_missing_at_once(engine_config: Build) -> None:
@@ -275,3 +277,82 @@ def test_installed_software() -> None:
     found = Software.gather()
     assert (found.vllm, found.internals) == ("0.33.0", ())
     assert failed(Facts(found, H200, 1, None)) == {}
+
+
+# What the model's constructor calls.
+
+
+@pytest.fixture
+def one_h200(monkeypatch: Patch) -> None:
+    """A rank of one, whose log is put back where it was."""
+    monkeypatch.setattr(Device, "gather", lambda size, nodes=1, ranks=(): H200)
+    monkeypatch.setattr(check, "_tp_minimum", lambda values: values)
+    ours = logging.getLogger("specialized_decode")
+    monkeypatch.setattr(ours, "parent", ours.parent)
+    monkeypatch.setattr(ours, "level", ours.level)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.usefixtures("one_h200")
+def test_deployment_config(engine_config: Build, monkeypatch: Patch) -> None:
+    """What it says goes to vLLM's log."""
+    configuration = engine_config()
+    theirs, seen = logging.getLogger("vllm"), _Lines()
+    monkeypatch.setattr(theirs, "handlers", [seen])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    found = check.deployment_config(configuration)
+    assert (found.autotune, found.jit_warmup, found.kernels) == (False, True, False)
+    count, prepared = len(check.REQUIREMENTS), Deployment.gather(configuration).prepared
+    (line,) = [line for line in seen.lines if line.startswith("decode_backend")]
+    assert line == (
+        f"decode_backend=latency_specialized: all {count} requirements are met on NVIDIA H200; "
+        f"prepared weights may take {prepared / 1e9:.2f} GB of this GPU"
+    )
+
+
+@pytest.mark.usefixtures("one_h200")
+def test_deployment_config_refuses(engine_config: Build) -> None:
+    with pytest.raises(check.UnsupportedDeployment, match="Sleep mode: found on; expected off"):
+        check.deployment_config(engine_config(enable_sleep_mode=True))
+
+
+# The device.
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 4))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 3))
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("size", "nodes", "found"),
+    [
+        (1, 1, None),
+        (2, 1, None),
+        (4, 1, "none from GPU 1 to GPU 3"),
+        (8, 1, "4 GPUs visible to this rank"),
+        (2, 2, "2 nodes"),
+    ],
+)
+def test_a_rank_asks_for_its_own_peers(size: int, nodes: int, found: str | None) -> None:
+    assert Device.gather(size, nodes) == Device("GPU 1", (9, 0), found, 3, 4)
+
+
+def test_no_device() -> None:
+    assert Device.gather(2) == Device("none", None, "no GPU", 0, 0)
+    assert Device.gather(1).unreachable is None

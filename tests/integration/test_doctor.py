@@ -2,10 +2,14 @@
 
 import importlib.metadata
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from specialized_decode.cli.main import main
@@ -22,7 +26,10 @@ def h200(monkeypatch: Patch) -> None:
     import vllm.config.vllm
 
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    # Set in this process by vLLM, and by the command.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     device = Device("NVIDIA H200", (9, 0), None, 140 << 30, 141 << 30)
     monkeypatch.setattr(Device, "gather", lambda *arguments, **more: device)
     real = importlib.metadata.entry_points
@@ -86,3 +93,17 @@ def test_without_a_model() -> None:
     names = [requirement.name for requirement in check.REQUIREMENTS if not requirement.needs_configuration]
     assert list(rows) == ["Python", *names, "vLLM plugin"]
     assert (code, _missing(rows)) == (0, {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM finds the GPU")
+def test_a_process_of_its_own_without_a_gpu(tiny_folder: Path) -> None:
+    """Nothing but the report on the standard output, whatever vLLM logs; and what vLLM says of the machine."""
+    command = [sys.executable, "-m", "specialized_decode.cli.main", "doctor", str(tiny_folder), "--json"]
+    command += ["--deployment", "vllm", "--vllm-args", "--max-model-len 512"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    del environment["VLLM_LOGGING_LEVEL"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    rows = {row["name"]: row for row in json.loads(done.stdout)["requirements"]}
+    assert "device" in rows["vLLM configuration"]["found"]
+    assert not rows["GPU"]["ok"]
