@@ -119,6 +119,7 @@ setup_vllm() {
         vllm_python=$python
     else
         make_environment .venv-vllm vllm vllm.txt
+        # shellcheck disable=SC2034
         vllm_python=$checkout/.venv-vllm/bin/python
     fi
     # The tests stand in for the driver's library, which they compile.

@@ -353,6 +353,7 @@ def test_a_rank_asks_for_its_own_peers(size: int, nodes: int, found: str | None)
     assert Device.gather(size, nodes) == Device("GPU 1", (9, 0), found, 3, 4)
 
 
-def test_no_device() -> None:
+def test_no_device(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Device.gather(2) == Device("none", None, "no GPU", 0, 0)
     assert Device.gather(1).unreachable is None
