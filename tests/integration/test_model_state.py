@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from tests.integration import vllm_model  # noqa: F401  # before vLLM looks for Triton
+
 
 @pytest.fixture(scope="module")
 def module() -> Any:

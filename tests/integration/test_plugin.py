@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from specialized_decode.integration import plugin
 from specialized_decode.runtime import DecodeConfig
+from tests.integration import vllm_model
 
 ROOT = Path(__file__).absolute().parents[2]
 # A process of its own, set up as this one is.
@@ -187,7 +188,6 @@ def test_the_option_asks_for_the_executor(
 def test_an_unsupported_deployment_stops_the_model(model_module: Any, engine_config: Callable[..., Any]) -> None:
     """vLLM's own constructor asks, before it builds anything."""
     from specialized_decode.integration.config import UnsupportedDeployment
-    from tests.integration import vllm_model
 
     config = engine_config(enforce_eager=True)
     with vllm_model.one_rank(config), pytest.raises(UnsupportedDeployment, match="CUDA graphs"):
