@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@torch.no_grad()
 def warm_up(executor: SpecializedDecode) -> None:
     """Readies libraries and kernels, so that no capture compiles, tunes or allocates a workspace.
 
