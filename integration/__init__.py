@@ -1,1 +1,2 @@
-"""vLLM 0.33.0: the plugin, the deployment check, the binding to its model. The only package that imports vLLM."""
+"""vLLM's side of the executor: plugin, deployment check, binding to its model, model state. Imports nothing by itself:
+it is loaded in every vLLM process."""
