@@ -177,7 +177,9 @@ def _write_weights(specs: Specs, seed: int, folder: Path, progress: Progress | N
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def _written(shards: list[tuple[Path, list[str]]], specs: Specs, seed: int, workers: int) -> Generator[list[str], None, None]:
+def _written(
+    shards: list[tuple[Path, list[str]]], specs: Specs, seed: int, workers: int
+) -> Generator[list[str], None, None]:
     """Writes the shards and yields the names of tensors as they are written: one by one, or by shard with `workers`."""
     if workers == 1 or len(shards) == 1:
         for path, names in shards:

@@ -29,8 +29,12 @@ PACKAGES = Path(__file__).absolute().with_name("bundle.toml")
 PART_BYTES = 54_000_000
 PYTHON_VERSION = "3.12"
 # Oldest to newest glibc that a wheel of the host's may ask for.
-PLATFORMS = ("any", "manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64") + tuple(
-    f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)
+PLATFORMS = (
+    "any",
+    "manylinux1_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux2014_x86_64",
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)),
 )
 
 
@@ -153,7 +157,18 @@ def make_archive(archive: Archive, work: Path) -> Path:
         tree, partial = Path(temporary, "tree"), Path(temporary, "archive")
         tree.mkdir()
         prepare_tree(archive, wheels, tree)
-        command = ["tar", "--sort=name", "--owner=0", "--group=0", "--mtime=@315532800", "-C", str(tree), "-cf", "-", "."]
+        command = [
+            "tar",
+            "--sort=name",
+            "--owner=0",
+            "--group=0",
+            "--mtime=@315532800",
+            "-C",
+            str(tree),
+            "-cf",
+            "-",
+            ".",
+        ]
         with partial.open("wb") as out, subprocess.Popen(command, stdout=subprocess.PIPE) as tar:
             subprocess.run(["xz", "-T0", "-5"], stdin=tar.stdout, stdout=out, check=True)
         if tar.returncode != 0:

@@ -46,12 +46,13 @@ unpack() {
     [ "$(cat "$store/$name.done" 2>/dev/null)" != "$state" ] || return 0
     mkdir -p "$target"
     # The list's order is the pieces' order.
-    (cd "$store" && cat $(grep -o "$name.tar.xz\.[0-9]*" "$sums")) | xz -dc -T0 | tar -C "$target" -xf -
+    grep -o "$name.tar.xz\.[0-9]*" "$sums" | (cd "$store" && xargs cat) | xz -dc -T0 | tar -C "$target" -xf -
     echo "$state" > "$store/$name.done"
 }
 
 jobs=()
-for name in $(grep -o '[a-z_]*\.tar\.xz\.00' "$store/bundle.sha256" | sed 's/\.tar\.xz\.00//'); do
+mapfile -t archives < <(sed -n 's/.*  \(.*\)\.tar\.xz\.00$/\1/p' "$store/bundle.sha256")
+for name in "${archives[@]}"; do
     unpack "$name" "$store/bundle.sha256" "$site" &
     jobs+=($!)
 done
