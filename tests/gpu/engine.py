@@ -140,6 +140,13 @@ class Engine:
         return torch.cuda.memory_allocated()
 
 
+def clear_failed_start() -> None:
+    """Gives back what an engine took that did not start, so that another one can, in this process."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
 def parameters(name: str, prompt_tokens: int, output_tokens: int, forced: Sequence[int] | None, record: bool) -> Any:
     """Greedy sampling of `output_tokens` tokens, or of the `forced` ones; `record` keeps logits under `name`."""
     from vllm import SamplingParams

@@ -11,6 +11,7 @@ from tests.gpu.compare import combined, failures_if_close, failures_if_identical
 from tests.gpu.engine import (
     Engine,
     Steps,
+    clear_failed_start,
     failing_capture,
     profile_kernels,
     run_batch,
@@ -162,6 +163,7 @@ def expect_failure(args: argparse.Namespace, executor: dict[str, Any], words: tu
         said = f"{type(error).__name__}: {error}"
         missing = [word for word in words if word not in said]
         failures = [f"found {said[:2000]!r}, expected a message with {missing}"] if missing else []
+        clear_failed_start()
         return Report(f"refused: {said[:300]!r}", failures, {"message": said[:4000]})
     engine.shut_down()
     return Report("the engine started", ["the engine started, expected an error"])

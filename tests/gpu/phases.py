@@ -139,10 +139,8 @@ def run_executor(run: Run) -> None:
         if run.wanted("profile"):
             run.phase("profile", 90, lambda: check_profiles(engine, store, exact=False))
         run.phase("shutdown", 60, lambda: shut_down(engine))
-    off = {"off-auto": {"decode_backend": "auto"}, "off-absent": {}}
-    for name, value in off.items():
-        if run.wanted(name):
-            off_phases(run, name, captured, value)
+    if run.wanted("off-auto"):
+        off_phases(run, "off-auto", captured, {"decode_backend": "auto"})
     if run.wanted("again") and engine is not None:
         second = build_phase(run, "again-start", captured, scenarios.GRAPH_SIZES, settings)
         if second is not None:
@@ -150,6 +148,8 @@ def run_executor(run: Run) -> None:
             run.phase("again-shutdown", 60, lambda: shut_down(second))
     if run.wanted("refused"):
         run.phase("refused", 300, lambda: check_refused(args))
+    if run.wanted("off-absent"):
+        off_phases(run, "off-absent", captured, {})
     if run.wanted("capture-error"):
         run.phase("capture-error", 300, lambda: check_capture_error(args))
 

@@ -36,13 +36,14 @@ Record = dict[str, Any]
 @dataclass(frozen=True)
 class Job:
     """A process. seconds: what it is expected to take, so that none is started that cannot end within the budget;
-    needs: jobs that must have passed."""
+    needs: jobs that must have passed; phased: whether it tells of phases, as tests.gpu.phases does."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
     needs: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
+    phased: bool = True
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -62,8 +63,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
     off = {"VLLM_PLUGINS": ""}
     return [
-        Job("checkpoint", make(real, LAYERS), 60),
-        Job("configuration", make(dummy, TIMED_LAYERS, "--no-weights"), 20),
+        Job("checkpoint", make(real, LAYERS), 60, phased=False),
+        Job("configuration", make(dummy, TIMED_LAYERS, "--no-weights"), 20, phased=False),
         Job("stock", engine("stock", real), 150, ("checkpoint",), off),
         Job("executor", engine("executor", real), 200, ("checkpoint",)),
         Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), off),
@@ -161,7 +162,6 @@ class Session:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-            phased = job.command[0] == "tests.gpu.phases"
             while True:
                 ended = process.poll() is not None
                 events = read_events(events_path)
@@ -171,7 +171,7 @@ class Session:
                 told = len(events)
                 if ended:
                     break
-                if phased:
+                if job.phased:
                     why = overdue(events, started, time.time())
                 if self.left() < 0:
                     why = f"{job.name}: the budget of {self.args.budget:.0f} s is spent"
@@ -182,7 +182,7 @@ class Session:
                 time.sleep(0.2)
         records = [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "end"]
         seconds = time.time() - started
-        if not phased and process.returncode == 0:
+        if not job.phased and process.returncode == 0:
             records = [failed(job.name, "write", seconds, "") | {"ok": True, "line": _last_line(log), "failures": []}]
             self.say_record(records[0])
         elif why or not records or (process.returncode != 0 and all(record["ok"] for record in records)):
