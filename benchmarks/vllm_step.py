@@ -37,7 +37,7 @@ class VllmRun:
 
 @dataclass(frozen=True)
 class VllmResult:
-    """What ran where. start_up_seconds, allocated_gb (1e9 bytes of GPU memory after start): of stock and executor."""
+    """What ran where. start_up_seconds, other_gb (GPU memory beside the KV cache, 1e9 bytes): of both engines."""
 
     benchmark: str
     commit: str
@@ -50,7 +50,7 @@ class VllmResult:
     torch: str
     vllm: str
     start_up_seconds: dict[str, float]
-    allocated_gb: dict[str, float]
+    other_gb: dict[str, float]
     runs: tuple[VllmRun, ...]
     kind: str = "vllm_step"
 
@@ -78,7 +78,7 @@ def convert(results: dict[str, Any], name: str, layers: int, experts: int, shard
         torch=start["stock"]["torch"],
         vllm=start["stock"]["vllm"],
         start_up_seconds={side: start[side]["seconds"] for side in JOBS},
-        allocated_gb={side: start[side]["allocated_gb"] for side in JOBS},
+        other_gb={side: start[side]["other_gb"] for side in JOBS},
         runs=tuple(_run(shape, {side: times[side][shape] for side in JOBS}) for shape in times["stock"]),
     )
 

@@ -103,14 +103,14 @@ def _vllm_table(result: dict[str, Any]) -> str:
             stock, executor = run["stock"][clock], run["executor"][clock]
             cells += [_times(stock), _times(executor), f"{stock['median'] / executor['median']:.2f}x"]
         lines.append(cells)
-    start, memory = result["start_up_seconds"], result["allocated_gb"]
+    start, memory = result["start_up_seconds"], result["other_gb"]
     steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
     said = (
         f"Median (quartiles) of {steps} steps, two engines one after another. {result['layers']} layers, "
         f"{result['heads']} heads, {result['experts']} experts of width {result['expert_width']}, made-up weights. "
-        f"Start-up {start['stock']:.0f} s and {start['executor']:.0f} s, GPU memory {memory['stock']:.1f} GB and "
-        f"{memory['executor']:.1f} GB. {result['device']}, torch {result['torch']}, vLLM {result['vllm']}; commit "
-        f"{_short(result['commit'])}."
+        f"Start-up {start['stock']:.0f} s and {start['executor']:.0f} s, GPU memory beside the KV cache "
+        f"{memory['stock']:.1f} GB and {memory['executor']:.1f} GB. {result['device']}, torch {result['torch']}, "
+        f"vLLM {result['vllm']}; commit {_short(result['commit'])}."
     )
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 

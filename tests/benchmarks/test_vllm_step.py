@@ -12,7 +12,7 @@ from tools import tables
 
 
 def records(engine: str, milliseconds: float) -> list[dict[str, Any]]:
-    start = {"device": "a GPU", "torch": "2.11.0", "vllm": "0.33.0", "seconds": 61.4, "allocated_gb": 101.5}
+    start = {"device": "a GPU", "torch": "2.11.0", "vllm": "0.33.0", "seconds": 61.4, "other_gb": 101.5}
     step = {"median": milliseconds, "q1": milliseconds - 0.1, "q3": milliseconds + 0.1}
     shape = {"step_ms": step, "graph_ms": {key: value / 2 for key, value in step.items()}, "steps": 240}
     phases = {"start": start, "times": {"1x300": shape, "8x300": shape}}
@@ -39,7 +39,10 @@ def test_result_and_table(tmp_path: Path) -> None:
         "| 8 | 300 | 7.40 (7.30 to 7.50) | 3.70 (3.60 to 3.80) | 2.00x "
         "| 3.70 (3.65 to 3.75) | 1.85 (1.80 to 1.90) | 2.00x |"
     )
-    assert "Start-up 61 s and 61 s, GPU memory 101.5 GB and 101.5 GB. a GPU, torch 2.11.0, vLLM 0.33.0" in lines[5]
+    assert (
+        "Start-up 61 s and 61 s, GPU memory beside the KV cache 101.5 GB and 101.5 GB. a GPU, torch 2.11.0, vLLM 0.33.0"
+        in lines[5]
+    )
 
 
 @pytest.mark.parametrize(("engine", "phase"), [("times-stock", "start"), ("times-executor", "times")])

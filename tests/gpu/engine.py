@@ -86,12 +86,10 @@ def register_text_model() -> None:
 
 @dataclass
 class Engine:
-    """A built engine. seconds: what its construction took; allocated, reserved: GPU memory of this process, bytes."""
+    """A built engine. seconds: what its construction took."""
 
     llm: Any
     seconds: float
-    allocated: int
-    reserved: int
 
     @classmethod
     def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> "Engine":
@@ -113,8 +111,7 @@ class Engine:
         }
         start = time.monotonic()
         llm = LLM(model=str(folder), **settings | options)
-        seconds = time.monotonic() - start
-        return cls(llm, seconds, torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+        return cls(llm, time.monotonic() - start)
 
     @property
     def runner(self) -> Any:
@@ -129,7 +126,14 @@ class Engine:
 
     @property
     def kv_blocks(self) -> int:
-        return int(self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+        """Blocks of the KV cache."""
+        return int(self.runner.kv_cache_config.num_blocks)
+
+    @property
+    def kv_bytes(self) -> int:
+        """GPU memory of the KV cache: its size follows from what the rest leaves."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors(self.runner.kv_caches)}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def shut_down(self) -> int:
         """Ends the engine; returns the bytes of GPU memory that this process still holds."""
@@ -138,6 +142,17 @@ class Engine:
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def clear_failed_start() -> None:

@@ -176,7 +176,7 @@ def times(start: float, allocated: float, **medians: float) -> list[dict[str, An
     data: dict[str, Any] = {
         name: {"step_ms": {"median": value}, "graph_ms": {"median": value / 2}} for name, value in medians.items()
     }
-    return [record("t", "start", seconds=start, allocated_gb=allocated), record("t", "times", **data)]
+    return [record("t", "start", seconds=start, other_gb=allocated), record("t", "times", **data)]
 
 
 def test_times_are_compared() -> None:
