@@ -5,7 +5,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,11 +68,11 @@ def watch_captures() -> Counter[int]:
     rows: Counter[int] = Counter()
     original = DecodeStep.run
 
-    def run(self: DecodeStep, *args: Any) -> Any:
+    def run(self: DecodeStep, *args: Any, **kwargs: Any) -> Any:
         rows[self.rows] += 1
-        return original(self, *args)
+        return original(self, *args, **kwargs)
 
-    DecodeStep.run = run  # type: ignore[assignment, method-assign]
+    DecodeStep.run = run  # type: ignore[method-assign]
     return rows
 
 
@@ -337,22 +337,45 @@ def timed_graph(engine: Engine, rows: int, replays: int) -> list[float]:
 
 @contextmanager
 def failing_capture(message: str) -> Iterator[None]:
-    """Makes captures of the executor raise RuntimeError(message) in the third layer, while side streams have work."""
+    """Makes captures of the executor raise RuntimeError(message) in the first layer that has a compressor.
+
+    Where vLLM's attention serves, it raises between fork and join of that layer's side streams; otherwise before the
+    layer's MoE.
+    """
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention
+
     from specialized_decode.moe.step import MoEStep
+    from specialized_decode.runtime.executor import SpecializedDecode
 
-    original: Callable[..., Any] = MoEStep.run
-    calls = 0
+    methods = [(SpecializedDecode, "run"), (DeepseekV4Attention, "_fused_wqa_wkv_gemm"), (MoEStep, "run")]
+    run, project, moe = originals = [getattr(owner, name) for owner, name in methods]
+    inside, calls = False, 0
 
-    def fail(self: MoEStep, *args: Any, **kwargs: Any) -> Any:
+    def run_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside, calls
+        inside, calls = torch.cuda.is_current_stream_capturing(), 0
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    def fail_in_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside and self.compressor is not None:
+            raise RuntimeError(message)
+        return project(self, *args, **kwargs)
+
+    def fail_before_moe(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        if torch.cuda.is_current_stream_capturing():
-            calls += 1
-            if calls == 3:
-                raise RuntimeError(message)
-        return original(self, *args, **kwargs)
+        calls += 1
+        if inside and calls == 3:
+            raise RuntimeError(message)
+        return moe(self, *args, **kwargs)
 
-    MoEStep.run = fail  # type: ignore[method-assign]
+    replaced = (run_inside, fail_in_attention, fail_before_moe)
     try:
+        for (owner, name), function in zip(methods, replaced, strict=True):
+            setattr(owner, name, function)
         yield
     finally:
-        MoEStep.run = original  # type: ignore[method-assign]
+        for (owner, name), function in zip(methods, originals, strict=True):
+            setattr(owner, name, function)
