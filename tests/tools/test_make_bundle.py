@@ -226,7 +226,6 @@ def test_the_plugin_of_a_new_project_takes_the_place_of_the_old(bundle: Path, un
     assert [path.name for path in (tmp_path / "host" / "project").iterdir()] == ["new.py"]
 
 
-@pytest.mark.skipif(not (lint.ROOT / ".git").exists(), reason="needs the checkout's history")
 def test_project(tmp_path: Path) -> None:
     path = write_project(tmp_path)
     with zipfile.ZipFile(path) as archive:

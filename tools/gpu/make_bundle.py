@@ -6,6 +6,7 @@ README.md beside this file says how to use them. Needs pip, a package index, tar
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -209,6 +210,18 @@ def write_parts(archives: dict[str, Path], out: Path, limit: int = PART_BYTES) -
     return parts
 
 
+def project_sources() -> list[Path]:
+    """The files of the project's wheel, relative to the checkout."""
+    files = [
+        path.relative_to(lint.ROOT)
+        for folder in (lint.IMPORT_ROOT, *lint.packages())
+        for path in sorted((lint.ROOT / folder).rglob("*"))
+        if path.is_file()
+    ]
+    packaged = [path for path in files if path.suffix == ".py" or path.name == "py.typed" or path.parts[1] == "data"]
+    return [*packaged, *map(Path, ("pyproject.toml", "setup.py", "README.md", "LICENSE"))]
+
+
 def write_project(out: Path) -> Path:
     """Builds the project's wheel of the checkout into the folder `out`/project, and returns the wheel.
 
@@ -217,18 +230,9 @@ def write_project(out: Path) -> Path:
     folder = out / "project"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    names = [lint.IMPORT_ROOT, *lint.packages(), "pyproject.toml", "setup.py", "README.md", "LICENSE"]
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *names]
-    listed = subprocess.run(command, cwd=lint.ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
-    sources = [Path(name) for name in listed if name and (lint.ROOT / name).is_file()]
-    version = _version()
-    wheel = folder / f"{lint.IMPORT_ROOT}-{version}-py3-none-any.whl"
-    here = Path.cwd()
-    os.chdir(lint.ROOT)  # build_wheel takes paths relative to the repository
-    try:
-        build_wheel(sources, wheel)
-    finally:
-        os.chdir(here)
+    wheel = folder / f"{lint.IMPORT_ROOT}-{_version()}-py3-none-any.whl"
+    with contextlib.chdir(lint.ROOT):  # build_wheel takes paths relative to the repository
+        build_wheel(project_sources(), wheel)
     (folder / "project.sha256").write_text(sums([wheel]), encoding="utf-8")
     return wheel
 
