@@ -112,6 +112,8 @@ def test_the_budget_ends_a_job(session: Session, tmp_path: Path) -> None:
 def test_jobs_that_cannot_run_are_not_started(session: Session, tmp_path: Path) -> None:
     session.run(job(session, tmp_path, "end('a', True)", needs=("before",)))
     assert session.records["it"][0]["failures"] == ["not run: before did not pass"]
+    session.run(job(session, tmp_path, "end('a', True)", files=(tmp_path / "absent", tmp_path)))
+    assert session.records["it"][0]["failures"] == [f"not run: found no {tmp_path}/absent"]
     session.args.budget = 0.5
     session.run(job(session, tmp_path, "end('a', True)"))
     assert session.records["it"][0]["line"].endswith("s left, expected to take 1 s")
@@ -244,11 +246,14 @@ def test_main_writes_results_and_goes_on(
     events = str(work / "it.events.jsonl")
     environment = module(tmp_path, EVENTS + "end('a', True)")
     monkeypatch.setattr(vllm_one_gpu, "jobs", lambda args: [Job("it", ("job", events), 1, environment=environment)])
+    (work / "store").mkdir(parents=True)
+    (work / "store" / "values.pt").write_text("kept")
     argv = ["--out", str(out), "--work", str(work), "--models", str(tmp_path), "--commit", "c0ffee"]
     assert main(argv) == 0
     result = json.loads((out / "results.json").read_text())
     assert (result["commit"], [r["phase"] for r in result["records"]]) == ("c0ffee", ["a"])
-    assert "it      a      0.1      ok" in (out / "report.txt").read_text()
+    assert "it      a      0.1      ok" in result["report"]
+    assert (out / "store" / "values.pt").read_text() == "kept"
     with tarfile.open(out / "logs.tar.xz") as archive:
         assert archive.getnames() == ["it.log"]
     module(tmp_path, EVENTS + "end('a', False)\nsys.exit(1)")

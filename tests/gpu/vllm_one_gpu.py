@@ -2,13 +2,14 @@
 
 `python -m tests.gpu.vllm_one_gpu --out OUT` from the checkout, with vLLM importable (tools/gpu has a bundle for hosts
 without a package index). Each job is a process of its own; each phase of it prints a line, has a time limit and leaves
-a record. Run again, it goes on where it stopped: jobs that passed are not run again. OUT gets results.json, report.txt,
-the logs and what stock vLLM computed. The exit status is 0 when everything asked for passed.
+a record. Run again, it goes on where it stopped: jobs that passed are not run again. OUT gets results.json, the logs
+and what stock vLLM computed. The exit status is 0 when everything asked for passed.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from benchmarks.results import commit
 ROOT = Path(__file__).absolute().parent.parent.parent
 WORK = Path("/tmp/specialized-decode/run")
 MODELS = Path("/tmp/specialized-decode/models")
+# What the stock engine leaves for the executor's.
+STORED = ("profile.json", "values.pt", "traffic.pt")
 LAYERS, TIMED_LAYERS, SHARD_TP = 8, 40, 4
 # Imports and the first contact with the GPU, before a process's first phase starts.
 FIRST_PHASE_SECONDS = 180.0
@@ -35,13 +38,17 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A process. seconds: what it is expected to take, so that none is started that cannot end within the budget;
-    needs: jobs that must have passed; phased: whether it tells of phases, as tests.gpu.phases does."""
+    """A process.
+
+    seconds: what it is expected to take, so that none is started that cannot end within the budget; needs: jobs that
+    must have passed; files: that must be there; phased: whether it tells of phases, as tests.gpu.phases does.
+    """
 
     name: str
     command: tuple[str, ...]
     seconds: float
     needs: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
     phased: bool = True
 
@@ -65,9 +72,9 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     return [
         Job("checkpoint", make(real, LAYERS), 60, phased=False),
         Job("configuration", make(dummy, TIMED_LAYERS, "--no-weights"), 20, phased=False),
-        Job("stock", engine("stock", real), 150, ("checkpoint",), off),
-        Job("executor", engine("executor", real), 200, ("checkpoint",)),
-        Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), off),
+        Job("stock", engine("stock", real), 150, ("checkpoint",), environment=off),
+        Job("executor", engine("executor", real), 200, ("checkpoint",), tuple(store / name for name in STORED)),
+        Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), environment=off),
         Job("times-executor", engine("times-executor", dummy), 120, ("configuration",)),
     ]
 
@@ -138,8 +145,11 @@ class Session:
             self.say(f"{job.name}: passed in an earlier call")
             return
         missing = [name for name in job.needs if not self.passed(name)]
+        absent = [str(path) for path in job.files if not path.exists()]
         if missing:
             self.records[job.name] = [failed(job.name, "start", 0, f"not run: {', '.join(missing)} did not pass")]
+        elif absent:
+            self.records[job.name] = [failed(job.name, "start", 0, f"not run: found no {', '.join(absent)}")]
         elif self.left() < job.seconds:
             why = f"not run: {self.left():.0f} s left, expected to take {job.seconds:.0f} s"
             self.records[job.name] = [failed(job.name, "start", 0, why)]
@@ -263,12 +273,15 @@ def write_results(session: Session, records: list[Record], summary: str) -> None
     """What goes to OUT: few files, as hosts that hand back results limit their number."""
     out: Path = session.args.out
     out.mkdir(parents=True, exist_ok=True)
-    result = {"commit": session.args.commit or commit(), "expect": session.args.expect, "records": records}
+    args = session.args
+    report = [*session.lines, "", *summary.splitlines()]
+    result = {"commit": args.commit or commit(), "expect": args.expect, "records": records, "report": report}
     (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "report.txt").write_text("\n".join([*session.lines, "", summary]) + "\n", encoding="utf-8")
     with tarfile.open(out / "logs.tar.xz", "w:xz") as archive:
         for path in sorted(session.args.work.glob("*.log")):
             archive.add(path, path.name)
+    if args.store.is_dir():
+        shutil.copytree(args.store, out / "store", dirs_exist_ok=True)
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -285,10 +298,10 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
     parser.add_argument("--work", type=Path, default=WORK, help=f"logs and records (default: {WORK})")
     parser.add_argument("--models", type=Path, default=MODELS, help=f"model folders (default: {MODELS})")
-    parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: OUT/store)")
+    parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: WORK/store, copied to OUT)")
     args = parser.parse_args(argv)
     args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
-    args.store = (args.store or args.out / "store").absolute()
+    args.store = (args.store or args.work / "store").absolute()
     try:
         if not isinstance(json.loads(args.executor_option), dict):
             raise ValueError("no object")
