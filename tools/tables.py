@@ -2,8 +2,8 @@
 
 `python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json, and the
 table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a
-page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py that of its own.
-`<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
+page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py and benchmarks/vllm_step.py those
+of their own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
 """
 
 import json
@@ -56,6 +56,8 @@ def table(result: dict[str, Any]) -> str:
     """The Markdown of one result: a row a run, and below it what ran on what."""
     if result.get("kind") == "boundary":
         return _boundary_table(result)
+    if result.get("kind") == "vllm_step":
+        return _vllm_table(result)
     rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
     lines = [[heading for heading, _ in _COLUMNS], ["---"] * len(_COLUMNS), *rows]
     steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
@@ -97,6 +99,31 @@ def _boundary_table(result: dict[str, Any]) -> str:
         )
         blocks.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n")
     return "\n".join(blocks)
+
+
+def _vllm_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/vllm_step.py's result: whole steps and graphs alone, and how much faster they are."""
+    clocks = {"step_ms": "ms a step", "graph_ms": "ms, graph alone"}
+    headings = ["rows", "context"]
+    for unit in clocks.values():
+        headings += [f"vLLM, {unit}", f"executor, {unit}", "speed"]
+    lines = [headings, ["---"] * len(headings)]
+    for run in result["runs"]:
+        cells = [str(run["rows"]), str(run["context"])]
+        for clock in clocks:
+            stock, executor = run["stock"][clock], run["executor"][clock]
+            cells += [_times(stock), _times(executor), f"{stock['median'] / executor['median']:.2f}x"]
+        lines.append(cells)
+    start, memory = result["start_up_seconds"], result["other_gb"]
+    steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
+    said = (
+        f"Median (quartiles) of {steps} steps, two engines one after another. {result['layers']} layers, "
+        f"{result['heads']} heads, {result['experts']} experts of width {result['expert_width']}, made-up weights. "
+        f"Start-up {start['stock']:.0f} s and {start['executor']:.0f} s, GPU memory beside the KV cache "
+        f"{memory['stock']:.1f} GB and {memory['executor']:.1f} GB. {result['device']}, torch {result['torch']}, "
+        f"vLLM {result['vllm']}; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 
 
 def _ranks(count: int) -> str:
