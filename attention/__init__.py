@@ -4,7 +4,7 @@ from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
 from specialized_decode.attention.projections import LowBatchLinear
-from specialized_decode.attention.step import AttentionStep
+from specialized_decode.attention.step import AttentionStep, StockAttention
 from specialized_decode.attention.views import AttentionView, CacheView, CompressorView, IndexerView, LayerCaches
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "LowBatchLinear",
     "SparseIndexTables",
     "SparseMlaDecode",
+    "StockAttention",
 ]

@@ -1,5 +1,6 @@
 """AttentionStep: the schedule of one layer's attention. Host code only; the ops are in `reference` and `kernels`."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -26,6 +27,21 @@ class AuxStreams:
         """Joins both, in whatever state an error left them."""
         self.compressor.join()
         self.indexer.join()
+
+
+class StockAttention:
+    """One layer's attention by the host engine's own layer, which schedules its streams itself."""
+
+    # It takes its input as it is, and keeps candidates to itself.
+    mxfp8_input, source, consumer = False, None, None
+
+    def __init__(self, layer: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """layer: (x [T, hidden], positions [T]) -> the TP-partial output [T, hidden]."""
+        self.layer = layer
+
+    def run(self, x: Tensor, quant: QuantizedInput | None, positions: Tensor, step: StepGates) -> Tensor:
+        """As AttentionStep.run."""
+        return self.layer(x, positions)
 
 
 class AttentionStep:

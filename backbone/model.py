@@ -93,6 +93,8 @@ class Model:
     """The decoder stack. `set_aux_layers` names the layers whose entering streams' mean is returned too."""
 
     attention_class = "plain"
+    # What an executor runs here are the reference ops: no ops of the model's own stand in for them.
+    stock = None
 
     def __init__(
         self, config: ModelConfig, context: ForwardContext, embedding: Tensor, layers: list[DecoderLayer], norm: Tensor

@@ -4,9 +4,11 @@ import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +28,15 @@ from specialized_decode.backbone.random_weights import random_chunks
 from specialized_decode.backbone.tensors import STORED_DTYPES, Specs, draft_tensors, text_tensors
 from specialized_decode.backbone.tokenizer import save_tokenizer, train_tokenizer
 
-__all__ = ["CheckpointPlan", "flash_plan", "is_current", "plan_tensors", "tiny_plan", "write_checkpoint"]
+__all__ = [
+    "CheckpointPlan",
+    "flash_plan",
+    "is_current",
+    "plan_tensors",
+    "tiny_plan",
+    "write_checkpoint",
+    "write_configuration",
+]
 
 RECORD_FILE = "generation.json"
 SHARD_BYTES = 2_000_000_000
@@ -45,18 +55,32 @@ def plan_tensors(plan: CheckpointPlan) -> Specs:
 
 
 def write_checkpoint(
-    plan: CheckpointPlan, out: str | Path, progress: Progress | None = None, replace: bool = False
+    plan: CheckpointPlan, out: str | Path, progress: Progress | None = None, replace: bool = False, workers: int = 1
 ) -> Path:
     """Writes the plan's checkpoint to folder `out` and returns it.
 
     The folder appears whole or not at all: everything goes into a hidden sibling that is renamed at the end
     and removed on any error, Ctrl-C included. `progress(done, total, name)` is told of tensor bytes after
-    each tensor. `replace` allows a non-empty `out`, which stays until the new folder is complete. Raises
-    InputError for a folder that exists, cannot be written or does not fit the disk, ConfigError for a plan
-    that is no model.
+    each tensor, with several `workers` (processes) after each shard. `replace` allows a non-empty `out`, which
+    stays until the new folder is complete. The bytes do not depend on `workers`. Raises InputError for a folder
+    that exists, cannot be written or does not fit the disk, ConfigError for a plan that is no model.
     """
+    return _write_folder(plan, out, plan_tensors(plan), progress, replace, workers)
+
+
+def write_configuration(plan: CheckpointPlan, out: str | Path, replace: bool = False) -> Path:
+    """Writes the plan's config.json and tokenizer to folder `out` without weights, as `write_checkpoint` does else.
+
+    For loaders that make up weights, such as vLLM's `load_format=dummy`.
+    """
+    plan_tensors(plan)  # refuses what is no model
+    return _write_folder(plan, out, {}, None, replace, 1)
+
+
+def _write_folder(
+    plan: CheckpointPlan, out: str | Path, specs: Specs, progress: Progress | None, replace: bool, workers: int
+) -> Path:
     out = Path(out).absolute()
-    specs = plan_tensors(plan)
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
     with _input_errors(out):
         if not replace and out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -64,7 +88,9 @@ def write_checkpoint(
         partial.mkdir()
         try:
             _check_space(out.parent, sum(spec.nbytes for spec in specs.values()) + _OTHER_BYTES)
-            _write_files(plan, specs, partial, progress)
+            _write_files(plan, partial)
+            if specs:
+                _write_weights(specs, plan.seed, partial, progress, workers)
             _move_into_place(partial, out)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -127,28 +153,72 @@ def _move_into_place(partial: Path, out: Path) -> None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
-def _write_files(plan: CheckpointPlan, specs: Specs, folder: Path, progress: Progress | None) -> None:
+def _write_files(plan: CheckpointPlan, folder: Path) -> None:
     for name, content in _json_files(plan).items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     vocab_size = plan.config["text_config"]["vocab_size"]
     preset = vocab_size == VOCAB_SIZE
     save_tokenizer(release_sized_tokenizer() if preset else train_tokenizer(corpus(), vocab_size), folder)
-    total = sum(spec.nbytes for spec in specs.values())
+
+
+def _write_weights(specs: Specs, seed: int, folder: Path, progress: Progress | None, workers: int) -> None:
     shards = _shards(specs)
-    weight_map: dict[str, str] = {}
+    paths = [folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    total = sum(spec.nbytes for spec in specs.values())
     done = 0
-    for number, names in enumerate(shards, 1):
-        shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys(names, shard)
-        with (folder / shard).open("wb") as file:
-            file.write(_header(names, specs))
-            for name in names:
-                _write_tensor(file, name, specs, plan.seed)
-                done += specs[name].nbytes
-                if progress is not None:
-                    progress(done, total, name)
+    # Closed before an error goes on: no process may still write to a folder that is being removed.
+    with contextlib.closing(_written(list(zip(paths, shards, strict=True)), specs, seed, workers)) as written:
+        for names in written:
+            done += sum(specs[name].nbytes for name in names)
+            if progress is not None:
+                progress(done, total, names[-1])
+    weight_map = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": {name: weight_map[name] for name in specs}}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _written(
+    shards: list[tuple[Path, list[str]]], specs: Specs, seed: int, workers: int
+) -> Generator[list[str], None, None]:
+    """Writes the shards and yields the names of tensors as they are written: one by one, or by shard with `workers`."""
+    if workers == 1 or len(shards) == 1:
+        for path, names in shards:
+            for name in _write_shard(path, names, specs, seed):
+                yield [name]
+        return
+    # Spawned: a fork of a process that has used torch may hang in its thread pool.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(shards)), mp_context=context) as pool:
+        futures = {
+            pool.submit(_write_whole_shard, path, names, _needed(names, specs), seed): names for path, names in shards
+        }
+        try:
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _needed(names: list[str], specs: Specs) -> Specs:
+    """The specs that the tensors `names` are made from: their own, and for a scale its weight's."""
+    weights = [name.removesuffix("scale") + "weight" for name in names if name.endswith("scale")]
+    return {name: specs[name] for name in [*names, *weights] if name in specs}
+
+
+def _write_whole_shard(path: Path, names: list[str], specs: Specs, seed: int) -> None:
+    for _ in _write_shard(path, names, specs, seed):
+        pass
+
+
+def _write_shard(path: Path, names: list[str], specs: Specs, seed: int) -> Iterator[str]:
+    """Writes a shard and yields each tensor's name once it is written."""
+    with path.open("wb") as file:
+        file.write(_header(names, specs))
+        for name in names:
+            _write_tensor(file, name, specs, seed)
+            yield name
 
 
 def _write_tensor(file: BinaryIO, name: str, specs: Specs, seed: int) -> None:

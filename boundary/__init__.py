@@ -1,7 +1,7 @@
 """The mHC between sublayers: all-reduce, post-mix, collapse and norm as one boundary, coefficients beside it."""
 
 from specialized_decode.boundary.all_reduce import BoundaryAllReduce
-from specialized_decode.boundary.boundaries import Boundaries
+from specialized_decode.boundary.boundaries import Boundaries, StepBoundaries
 from specialized_decode.boundary.publishing import PublishingMxfp8Linear, uses_checked_flashinfer
 from specialized_decode.boundary.streams import CudaSideStream, SideStream
 from specialized_decode.boundary.types import (
@@ -28,6 +28,7 @@ __all__ = [
     "PublishingMxfp8Linear",
     "QuantizedInput",
     "SideStream",
+    "StepBoundaries",
     "StepGates",
     "TpGroup",
     "UnfinalizedRows",

@@ -1,6 +1,8 @@
 """Boundaries: the schedule between sublayers. The critical path reduces, mixes, collapses and norms; the next
 coefficients and aux means run beside the sublayer that follows."""
 
+from typing import Protocol
+
 from torch import Tensor
 
 from specialized_decode.boundary import reference
@@ -8,6 +10,26 @@ from specialized_decode.boundary.all_reduce import BoundaryAllReduce
 from specialized_decode.boundary.coefficients import Coefficients, ReferenceCoefficients
 from specialized_decode.boundary.streams import SideStream
 from specialized_decode.boundary.types import BoundaryLayer, BoundaryState, MixerView, QuantizedInput, StepGates
+
+
+class StepBoundaries(Protocol):
+    """What a step calls between its sublayers: `Boundaries`, which documents it, or an engine's own mHC."""
+
+    def first(self, layer: BoundaryLayer, x: Tensor, step: StepGates) -> tuple[Tensor, BoundaryState]: ...
+    def pre(self, layer: BoundaryLayer, residual: Tensor, state: BoundaryState, step: StepGates) -> Tensor: ...
+    def sublayer(
+        self,
+        layer: BoundaryLayer,
+        ffn: bool,
+        state: BoundaryState,
+        step: StepGates,
+        *,
+        quantize: bool = False,
+        capture_aux: bool = False,
+    ) -> tuple[Tensor, QuantizedInput | None, Tensor | None]: ...
+    def post_only(self, state: BoundaryState) -> Tensor: ...
+    def mean(self, residual: Tensor) -> Tensor: ...
+    def join(self) -> None: ...
 
 
 class Boundaries:

@@ -1,10 +1,17 @@
 """`make-checkpoint`: a model folder in the release's format, with random weights."""
 
+import os
 from pathlib import Path
 
 import click
 
-from specialized_decode.backbone.writer import CheckpointPlan, flash_plan, tiny_plan, write_checkpoint
+from specialized_decode.backbone.writer import (
+    CheckpointPlan,
+    flash_plan,
+    tiny_plan,
+    write_checkpoint,
+    write_configuration,
+)
 from specialized_decode.cli.progress import progress_bar
 
 
@@ -26,6 +33,8 @@ from specialized_decode.cli.progress import progress_bar
 )
 @click.option("--drafts", type=click.Choice(["0", "3"]), default="0", show_default=True, help="DSpark draft layers.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same bytes.")
+@click.option("--no-weights", is_flag=True, help="Only config.json and tokenizer, for vLLM's load format `dummy`.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes that write shards.  [default: one a CPU]")
 @click.option("--replace", is_flag=True, help="Replace what is in FOLDER, once the new one is complete.")
 def make_checkpoint(
     folder: Path,
@@ -35,6 +44,8 @@ def make_checkpoint(
     shard_tp: str | None,
     drafts: str,
     seed: int,
+    no_weights: bool,
+    workers: int | None,
     replace: bool,
 ) -> None:
     """Writes FOLDER: config.json, tokenizer and safetensors shards of a DeepSeek-V4.1 model with random weights.
@@ -42,8 +53,11 @@ def make_checkpoint(
     The folder appears whole or not at all.
     """
     plan = _plan(preset, layers, experts, shard_tp, int(drafts), seed)
-    with progress_bar(f"writing {folder}", "B", scale=True) as progress:
-        write_checkpoint(plan, folder, progress, replace)
+    if no_weights:
+        write_configuration(plan, folder, replace)
+    else:
+        with progress_bar(f"writing {folder}", "B", scale=True) as progress:
+            write_checkpoint(plan, folder, progress, replace, workers or os.cpu_count() or 1)
     size = sum(file.stat().st_size for file in folder.iterdir())
     text = plan.config["text_config"]
     click.echo(

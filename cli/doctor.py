@@ -2,8 +2,9 @@
 
 import importlib.metadata
 import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from specialized_decode.backbone.errors import InputError
 from specialized_decode.backbone.folder import ModelFolder
 from specialized_decode.backbone.tensors import text_tensors
 from specialized_decode.backbone.tokenizer import compressed_token_map, load_tokenizer
+from specialized_decode.integration.inspect import deployment_rows
 from specialized_decode.runtime.tuning import gpu_family
 
-VLLM = "0.33.0"
 TORCH = (2, 11)
 DEPLOYMENTS = ("cpu", "cuda", "vllm")
 
@@ -44,14 +45,26 @@ class Requirement:
 @click.option(
     "--tp", type=click.Choice(["1", "2", "4", "8"]), default="1", show_default=True, help="Tensor-parallel size."
 )
+@click.option(
+    "--vllm-args",
+    default="",
+    metavar="FLAGS",
+    help="Flags of `vllm serve`, in one string: the check of --deployment vllm and FOLDER is made for them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(folder: Path | None, deployment: str | None, tp: str, as_json: bool) -> None:
+def doctor(folder: Path | None, deployment: str | None, tp: str, vllm_args: str, as_json: bool) -> None:
     """Checks every requirement of a deployment, and of the model in FOLDER if given.
 
     Exit code 0 when all are met, 1 when any is not.
     """
     deployment = deployment or ("cuda" if torch.cuda.is_available() else "cpu")
-    rows = requirements(deployment, int(tp), folder)
+    if vllm_args and (deployment != "vllm" or folder is None):
+        raise click.UsageError("--vllm-args needs --deployment vllm and FOLDER.")
+    try:
+        flags = shlex.split(vllm_args)
+    except ValueError as error:
+        raise click.UsageError(f"--vllm-args: {error}.") from error
+    rows = requirements(deployment, int(tp), folder, flags)
     runs = all(row.ok for row in rows)
     if as_json:
         report = {"version": __version__, "deployment": deployment, "runs": runs}
@@ -61,15 +74,18 @@ def doctor(folder: Path | None, deployment: str | None, tp: str, as_json: bool) 
     sys.exit(0 if runs else 1)
 
 
-def requirements(deployment: str, tp: int, folder: Path | None) -> list[Requirement]:
-    """Every requirement of `deployment` on `tp` devices, in the order they are best satisfied in."""
-    rows = [_python(), _torch()]
-    if deployment != "vllm":
-        rows.append(_single_process(tp))
-    if deployment != "cpu":
-        rows += [_gpu(), _gpu_count(tp), _peer_access(tp)]
+def requirements(deployment: str, tp: int, folder: Path | None, flags: Sequence[str] = ()) -> list[Requirement]:
+    """Every requirement of `deployment` on `tp` devices, in the order they are best satisfied in.
+
+    flags: those of `vllm serve`.
+    """
+    rows = [_python()]
     if deployment == "vllm":
-        rows += [_vllm(), _plugin()]
+        rows += [Requirement(**asdict(row)) for row in deployment_rows(tp, folder, flags)] + [_plugin()]
+    else:
+        rows += [_torch(), _single_process(tp)]
+    if deployment == "cuda":
+        rows += [_gpu(), _gpu_count(tp), _peer_access(tp)]
     return rows + (_folder(folder, deployment, tp) if folder is not None else [])
 
 
@@ -128,24 +144,6 @@ def _peer_access(tp: int) -> Requirement:
     else:
         found = {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")
     return Requirement("Peer access", not blocked and count > 0, found, expected, remedy)
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _vllm() -> Requirement:
-    found = _installed("vllm")
-    return Requirement(
-        "vLLM",
-        found == VLLM,
-        found or "none",
-        f"{VLLM}, the version whose internals are checked",
-        f"pip install vllm=={VLLM}",
-    )
 
 
 def _plugin() -> Requirement:

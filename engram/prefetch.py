@@ -1,6 +1,6 @@
 """EngramPrefetch: each Engram layer's WKV chain, run beside the layers before it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -43,3 +43,18 @@ class EngramPrefetch:
 
     def _wkv(self, layer: int, rows: int) -> Tensor:
         return boundary_reference.project(self.engrams[layer].staged[:rows], self._prepared[layer])
+
+
+class StockEngram:
+    """The host engine's own Engram layers in the place of EngramPrefetch: nothing of theirs runs ahead."""
+
+    def __init__(self, inject: Callable[[int, Tensor, Tensor], Tensor]) -> None:
+        """inject: (layer, residual [T, n, hidden], keep [T]) -> the streams with the layer's rows injected."""
+        self.forward = inject
+        self.streams: Mapping[int, SideStream] = {}
+
+    def start(self, rows: int) -> None:
+        """The engine multiplies at the injection."""
+
+    def join(self) -> None:
+        """Nothing is left."""

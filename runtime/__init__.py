@@ -9,7 +9,7 @@ from specialized_decode.runtime.executor import (
     UnsupportedTarget,
 )
 from specialized_decode.runtime.graphs import captures_pure_decode
-from specialized_decode.runtime.host import DecoderLayerView, Host, Target
+from specialized_decode.runtime.host import DecoderLayerView, Host, StockOps, Target
 from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Host",
     "LayerPlan",
     "SpecializedDecode",
+    "StockOps",
     "Target",
     "UnsupportedTarget",
     "captures_pure_decode",

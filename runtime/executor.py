@@ -4,11 +4,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+from specialized_decode.attention import (
+    AttentionStep,
+    CandidateOverlap,
+    SparseIndexTables,
+    SparseMlaDecode,
+    StockAttention,
+)
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.boundary import (
     Boundaries,
@@ -18,12 +25,13 @@ from specialized_decode.boundary import (
     PublishingMxfp8Linear,
     QuantizedInput,
     SideStream,
+    StepBoundaries,
 )
 from specialized_decode.boundary import reference as boundary_reference
 from specialized_decode.boundary.select import unsupported
-from specialized_decode.engram import EngramPrefetch, EngramView
+from specialized_decode.engram import EngramPrefetch, EngramView, StockEngram
 from specialized_decode.logits import LowBatchHead
-from specialized_decode.moe import MoEStep, build_routed_expert_gemms
+from specialized_decode.moe import MoEStep, RoutedExpertGemms, build_routed_expert_gemms
 from specialized_decode.runtime.decode_step import DecodeStep, step_gates
 from specialized_decode.runtime.graphs import captures_pure_decode
 from specialized_decode.runtime.host import DecoderLayerView, Target, device_of
@@ -50,11 +58,13 @@ class UnsupportedTarget(RuntimeError):
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
     run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve. They
-    are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md)."""
+    are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md). stock: what no kernel
+    of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops, for checks."""
 
     autotune: bool = False
     jit_warmup: bool = True
     kernels: bool = False
+    stock: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class LayerPlan:
 
     layer_id: int
     layer: DecoderLayerView
-    attention: AttentionStep
+    attention: AttentionStep | StockAttention
     moe: MoEStep
     engram: EngramView | None
 
@@ -77,20 +87,18 @@ class SpecializedDecode:
         self.gates = GATES[gpu_family(self.device)]
         widths = target.config
         group = self.host.tp_group
+        self.stock = target.stock if config.stock else None
         fused, coefficients = self._boundary_kernels()
         self.all_reduce = BoundaryAllReduce(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device, fused)
-        self.boundaries = Boundaries(self.all_reduce, self._stream("mhc"), widths.hc_mult, coefficients)
-        self.boundaries.coefficients.prepare_first(target.layers[0].attn_mixer)
-        for layer in target.layers:
-            self.boundaries.coefficients.prepare(layer.attn_mixer)
-            self.boundaries.coefficients.prepare(layer.ffn_mixer)
+        self.mhc_stream: SideStream | None = None
+        self.boundaries = self._boundaries(coefficients)
         self.tables = SparseIndexTables()
-        self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
-        self.candidates = self._candidates()
+        self.aux_streams: AuxStreams | None = None
+        self.candidates: CandidateOverlap | None = None
         self.layers = self._plan_layers()
-        engrams = {plan.layer_id: plan.engram for plan in self.layers if plan.engram is not None}
-        streams = {layer: self._stream(f"engram {layer}") for layer in engrams}
-        self.engram = EngramPrefetch(engrams, streams, FUSED_MHC_MAX_ROWS)
+        self.engram = self._engram()
+        # Row counts of the captures that got a step.
+        self.granted: set[int] = set()
         self.swa_prefixes = tuple(dict.fromkeys(plan.layer.attn.window_prefix for plan in self.layers))
         self.head = LowBatchHead(lm_head, group, widths.vocab_size)
 
@@ -100,7 +108,7 @@ class SpecializedDecode:
 
         lm_head: [vocab local, hidden]. Raises UnsupportedTarget on every rank when any rank cannot run it.
         """
-        reasons = _refusals(backbone)
+        reasons = _refusals(backbone, config)
         if backbone.host.tp_group.min(0 if reasons else 1) == 0:
             said = "; ".join(reasons) or "another rank of the TP group cannot run it; see its message"
             raise UnsupportedTarget(f"{OPTION} cannot run here: {said}")
@@ -131,6 +139,7 @@ class SpecializedDecode:
         """
         reason = self.refusal(positions, intermediate_tensors)
         if reason is None:
+            self.granted.add(positions.shape[0])
             return step_gates(positions.shape[0], self)
         in_range = intermediate_tensors is None and 0 < positions.shape[0] <= FUSED_MHC_MAX_ROWS
         if (
@@ -157,18 +166,28 @@ class SpecializedDecode:
         layers without Engram; engram_mask: [T] bool, False for tokens that take no part. On any exception every
         forked stream is joined before the error goes on, and the next step starts clean.
         """
-        self.tables.reset()
+        self._forget()
         self.all_reduce.reset()
-        if self.candidates is not None:
-            self.candidates.reset()
         try:
             return self._run(step, x, positions, input_ids, engram_hashes, engram_mask)
+        except BaseException:
+            if self.stock is not None:
+                self.stock.join()
+            raise
         finally:
             self._join_side_work()
+            # A capture's tensors live in its graph's memory, which is given back with the graph.
+            self._forget()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [T, hidden] -> all ranks' logits [T, vocab] float32."""
         return self.head(hidden)
+
+    def _forget(self) -> None:
+        """Drops what one step derived for its layers to share."""
+        self.tables.reset()
+        if self.candidates is not None:
+            self.candidates.reset()
 
     def _run(
         self,
@@ -180,7 +199,7 @@ class SpecializedDecode:
         engram_mask: Tensor | None,
     ) -> DecodeOutput:
         mask = engram_mask if engram_hashes is not None else None
-        if mask is not None and step.engram_prefetch and self.engram.engrams:
+        if mask is not None and step.engram_prefetch:
             self.engram.start(step.rows)
         state: BoundaryState | None = None
         aux: dict[int, Tensor] = {}
@@ -231,17 +250,22 @@ class SpecializedDecode:
         buffer = self.target.mtp_hidden_buffer
         if buffer is not None:
             buffer[: residual.shape[0]].copy_(residual.flatten(1))
-        collapsed = boundary_reference.collapse(residual, pre)
-        hidden = boundary_reference.rms_norm(collapsed, self.target.norm, self.target.config.rms_norm_eps)
+        if self.stock is not None:
+            hidden = self.stock.finish(residual, pre)
+        else:
+            collapsed = boundary_reference.collapse(residual, pre)
+            hidden = boundary_reference.rms_norm(collapsed, self.target.norm, self.target.config.rms_norm_eps)
         wanted = self.target.aux_layers
         return (hidden, [aux[layer] for layer in wanted]) if wanted else hidden
 
     def side_streams(self) -> list[SideStream]:
         """Every stream that a step may fork to."""
-        streams = [self.aux_streams.compressor, self.aux_streams.indexer, *self.engram.streams.values()]
+        streams = [*self.engram.streams.values()]
+        if self.aux_streams is not None:
+            streams += [self.aux_streams.compressor, self.aux_streams.indexer]
         if self.candidates is not None:
             streams.append(self.candidates.stream)
-        return [*streams, self.boundaries.stream]
+        return streams if self.mhc_stream is None else [*streams, self.mhc_stream]
 
     def _join_side_work(self) -> None:
         """Joins every stream that a step may have forked, and drops what nobody waited for.
@@ -266,13 +290,34 @@ class SpecializedDecode:
         reason = None if self.config.kernels else "kernels were not asked for"
         reason = reason or unsupported(widths.hidden_size, widths.hc_mult, group, self.device)
         if reason is not None:
-            logger.info("Boundaries run on reference ops: %s", reason)
+            logger.info("Boundaries run on %s: %s", "reference ops" if self.stock is None else "the host's ops", reason)
             return None, None
         # Its kernels need Triton, which a machine without a GPU need not have.
         from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
         fused = FusedBoundary(widths.hidden_size, FUSED_MHC_MAX_ROWS, group, self.device)
         return fused, FusedCoefficients(widths.hidden_size, FUSED_MHC_MAX_ROWS, self.device)
+
+    def _boundaries(self, coefficients: "FusedCoefficients | None") -> StepBoundaries:
+        """coefficients: the kernel beside the boundary's, or None."""
+        if self.stock is not None and coefficients is None:
+            return self.stock.boundaries
+        self.mhc_stream = self._stream("mhc")
+        boundaries = Boundaries(self.all_reduce, self.mhc_stream, self.target.config.hc_mult, coefficients)
+        boundaries.coefficients.prepare_first(self.target.layers[0].attn_mixer)
+        for layer in self.target.layers:
+            boundaries.coefficients.prepare(layer.attn_mixer)
+            boundaries.coefficients.prepare(layer.ffn_mixer)
+        if coefficients is not None:
+            logger.info("Boundary kernels: prepared weights take %.1f MB", coefficients.prepared_bytes / 1e6)
+        return boundaries
+
+    def _engram(self) -> EngramPrefetch | StockEngram:
+        if self.stock is not None:
+            return StockEngram(self.stock.engram)
+        engrams = {plan.layer_id: plan.engram for plan in self.layers if plan.engram is not None}
+        streams = {layer: self._stream(f"engram {layer}") for layer in engrams}
+        return EngramPrefetch(engrams, streams, FUSED_MHC_MAX_ROWS)
 
     def _candidates(self) -> CandidateOverlap | None:
         source = self.target.config.candidate_source_layer_id
@@ -285,13 +330,30 @@ class SpecializedDecode:
 
     def _plan_layers(self) -> list[LayerPlan]:
         layers: Sequence[DecoderLayerView] = self.target.layers
+        attentions: Sequence[AttentionStep | StockAttention]
+        gemms: Sequence[RoutedExpertGemms | None]
+        if self.stock is not None:
+            attentions = [StockAttention(partial(self.stock.attention, layer.layer_id)) for layer in layers]
+            gemms = [None] * len(layers)
+        else:
+            attentions = self._attention_steps(layers)
+            gemms = build_routed_expert_gemms([layer.ffn for layer in layers])
+        plans = []
+        for layer, attention, gemm in zip(layers, attentions, gemms, strict=True):
+            moe = MoEStep(layer.ffn, gemm, self.gates.low_batch)
+            engram = layer.engram if layer.layer_id > 0 else None
+            plans.append(LayerPlan(layer.layer_id, layer, attention, moe, engram))
+        return plans
+
+    def _attention_steps(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep]:
+        self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
+        self.candidates = self._candidates()
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
         publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
-        gemms = build_routed_expert_gemms([layer.ffn for layer in layers])
-        plans = []
-        for layer, gemm in zip(layers, gemms, strict=True):
+        steps = []
+        for layer in layers:
             indexer = layer.attn.indexer
-            attention = AttentionStep(
+            step = AttentionStep(
                 layer.attn,
                 self.tables,
                 mla,
@@ -302,13 +364,11 @@ class SpecializedDecode:
                 consumer=self.candidates if indexer is not None and indexer.candidate_consumer else None,
                 aux=self.aux_streams,
             )
-            moe = MoEStep(layer.ffn, gemm, self.gates.low_batch)
-            engram = layer.engram if layer.layer_id > 0 else None
-            plans.append(LayerPlan(layer.layer_id, layer, attention, moe, engram))
-        return plans
+            steps.append(step)
+        return steps
 
 
-def _refusals(target: Target) -> list[str]:
+def _refusals(target: Target, config: DecodeConfig) -> list[str]:
     """Why the executor cannot run `target`, all of it."""
     reasons = []
     if target.attention_class not in ATTENTION_CLASSES:
@@ -319,7 +379,9 @@ def _refusals(target: Target) -> list[str]:
     except ValueError as error:
         reasons.append(str(error))
     group, widths = target.host.tp_group, target.config
-    if group.size > 1 and device_of(target).type == "cuda":
+    # The host's own ops bring their all-reduce along.
+    own_all_reduce = config.kernels or not config.stock or target.stock is None
+    if group.size > 1 and own_all_reduce and device_of(target).type == "cuda":
         reason = unsupported(widths.hidden_size, widths.hc_mult, group, device_of(target))
         if reason is not None:
             reasons.append(reason)

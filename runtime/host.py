@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import AttentionView
-from specialized_decode.boundary import BoundaryLayer, SideStream, TpGroup
+from specialized_decode.boundary import BoundaryLayer, SideStream, StepBoundaries, TpGroup
 from specialized_decode.engram import EngramView
 from specialized_decode.moe import MoEView
 
@@ -47,6 +47,29 @@ class DecoderLayerView(BoundaryLayer, Protocol):
     def engram(self) -> EngramView | None: ...
 
 
+class StockOps(Protocol):
+    """A host engine's own ops, for what no kernel of ours serves. T rows, streams [T, n, hidden] bfloat16.
+
+    Sublayer outputs are this rank's parts, whatever the engine's own forward does; `boundaries` sums them. A layer's
+    MoE is a call of its view.
+    """
+
+    @property
+    def boundaries(self) -> StepBoundaries: ...
+
+    def attention(self, layer_id: int, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [T, hidden], positions: [T] -> [T, hidden]; writes the step's cache entries."""
+
+    def engram(self, layer_id: int, residual: Tensor, keep: Tensor) -> Tensor:
+        """Injects the rows that the forward looked up before its layers; keep: [T] bool."""
+
+    def finish(self, residual: Tensor, pre: Tensor) -> Tensor:
+        """The final streams, collapsed with pre [T, n] and normed, [T, hidden]."""
+
+    def join(self) -> None:
+        """After an error: the current stream waits for what the engine's ops had forked."""
+
+
 class TargetConfig(Protocol):
     """The hyper-parameters that the executor reads, under the release's names."""
 
@@ -75,6 +98,8 @@ class Target(Protocol):
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def attention_class(self) -> str: ...
+    @property
+    def stock(self) -> StockOps | None: ...
 
     @property
     def config(self) -> TargetConfig: ...

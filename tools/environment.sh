@@ -3,6 +3,7 @@
 #
 #   SPECIALIZED_DECODE_PYTHON  an interpreter to use as it is, instead of a virtual environment in .venv:
 #                              for hosts that have torch with CUDA installed already
+#   SPECIALIZED_DECODE_VLLM_PYTHON  the same for the environment that has vLLM, instead of .venv-vllm
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
@@ -55,31 +56,30 @@ find_base_python() {
     echo /usr/bin/python3
 }
 
-# setup_python runtime|dev: sets `python` to an interpreter that has requirements/$1.txt.
-setup_python() {
-    local kind=$1 venv=$checkout/.venv wanted base stamp
-    if [ -n "${SPECIALIZED_DECODE_PYTHON:-}" ]; then
-        python=$SPECIALIZED_DECODE_PYTHON
-        suits "$python" || fail "SPECIALIZED_DECODE_PYTHON=$python is not a Python 3.11 or later"
-        python=$("$python" -c 'import sys; print(sys.executable)')
-        local modules="torch numpy safetensors tokenizers click tqdm"
-        [ "$kind" = runtime ] || modules+=" pytest"
-        # shellcheck disable=SC2086
-        "$python" - $modules <<'CHECK' || fail "SPECIALIZED_DECODE_PYTHON=$python cannot be used"
+# chosen_python VARIABLE MODULE...: prints the interpreter that the variable names, checked for its modules.
+chosen_python() {
+    local variable=$1 chosen=${!1}
+    shift
+    suits "$chosen" || fail "$variable=$chosen is not a Python 3.11 or later"
+    "$chosen" - "$@" <<'CHECK' || fail "$variable=$chosen cannot be used"
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"not installed in {sys.prefix}: {' '.join(missing)}")
+print(sys.executable)
 CHECK
-        return
-    fi
+}
 
-    python=$venv/bin/python
-    wanted=$(cat "$checkout"/requirements/*.txt | sha256sum)
+# make_environment FOLDER KIND FILE...: a virtual environment with requirements/KIND.txt, made anew when the files that
+# it follows from change.
+make_environment() {
+    local venv=$checkout/$1 kind=$2 wanted base stamp
+    shift 2
+    wanted=$(cd "$checkout/requirements" && cat "$@" | sha256sum)
     # One of several calls at a time; dev includes runtime.
     exec 9< "$checkout"
     flock 9
-    if "$python" -c '' 2> /dev/null; then
+    if "$venv/bin/python" -c '' 2> /dev/null; then
         for stamp in "$venv/.dev" "$venv/.$kind"; do
             if [ "$(cat "$stamp" 2> /dev/null)" = "$wanted" ]; then
                 exec 9<&-
@@ -88,15 +88,42 @@ CHECK
         done
     else
         base=$(find_base_python)
-        log "making a virtual environment in .venv with $base"
+        log "making a virtual environment in ${venv##*/} with $base"
         rm -rf "$venv"
         "$base" -m venv "$venv" || fail "$base -m venv does not work"
     fi
-    log "installing requirements/$kind.txt into .venv"
-    PIP_ROOT_USER_ACTION=ignore "$python" -m pip install --disable-pip-version-check --no-input --quiet \
+    log "installing requirements/$kind.txt into ${venv##*/}"
+    PIP_ROOT_USER_ACTION=ignore "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet \
         -r "$checkout/requirements/$kind.txt" < /dev/null >&2
     printf '%s\n' "$wanted" > "$venv/.$kind"
     exec 9<&-
+}
+
+# setup_python runtime|dev: sets `python` to an interpreter that has requirements/$1.txt.
+setup_python() {
+    local modules=(torch numpy safetensors tokenizers click tqdm)
+    if [ -n "${SPECIALIZED_DECODE_PYTHON:-}" ]; then
+        [ "$1" = runtime ] || modules+=(pytest)
+        python=$(chosen_python SPECIALIZED_DECODE_PYTHON "${modules[@]}") || exit 1
+    else
+        make_environment .venv "$1" dev.txt runtime.txt
+        python=$checkout/.venv/bin/python
+    fi
+}
+
+# setup_vllm: sets `vllm_python` to an interpreter that has vLLM: `python` itself where it has it, as on a GPU host.
+setup_vllm() {
+    if [ -n "${SPECIALIZED_DECODE_VLLM_PYTHON:-}" ]; then
+        vllm_python=$(chosen_python SPECIALIZED_DECODE_VLLM_PYTHON vllm pytest click) || exit 1
+    elif "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then
+        vllm_python=$python
+    else
+        make_environment .venv-vllm vllm vllm.txt
+        # shellcheck disable=SC2034
+        vllm_python=$checkout/.venv-vllm/bin/python
+    fi
+    # The tests stand in for the driver's library, which they compile.
+    command -v cc > /dev/null || apt_install gcc libc6-dev
 }
 
 # setup_bazel: sets the array `bazel` to a Bazel 7 that can load this repository; fails where there is none.

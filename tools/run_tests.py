@@ -16,6 +16,9 @@ from tools import lint
 
 ROOT = lint.ROOT
 BUILD = ROOT / "build"
+# The interpreter that has vLLM, for tests/integration.
+VLLM_PYTHON = "SPECIALIZED_DECODE_VLLM_PYTHON"
+INTEGRATION = "tests/integration"
 # Given to the tests on a GPU host; Bazel's tests see no other variable of the caller.
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "CUDA_HOME", "TRITON_PTXAS_PATH")
 
@@ -115,6 +118,8 @@ def _lines(events: Path) -> list[str]:
 def _bazel_tests(totals: Totals, bazel: list[str], gpu: bool) -> None:
     _section("bazel test //...")
     arguments = ["test"]
+    if VLLM_PYTHON in os.environ:
+        arguments.append(f"--test_env={VLLM_PYTHON}={os.environ[VLLM_PYTHON]}")
     if gpu:
         arguments.append("--config=gpu")
         arguments += [f"--test_env={name}={os.environ[name]}" for name in GPU_VARIABLES if name in os.environ]
@@ -144,15 +149,20 @@ def _bazel_wheel(totals: Totals, bazel: list[str]) -> None:
 
 
 def _pytest(totals: Totals) -> None:
-    _section("pytest")
+    _run_pytest(totals, sys.executable, "pytest", "tests", f"--ignore={INTEGRATION}")
+    _run_pytest(totals, os.environ.get(VLLM_PYTHON, sys.executable), "pytest with vLLM", INTEGRATION)
+
+
+def _run_pytest(totals: Totals, python: str, title: str, *arguments: str) -> None:
+    _section(title)
     report = BUILD / "pytest.xml"
     report.unlink(missing_ok=True)
     before = len(totals.failures)
-    code = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={report}"], cwd=ROOT).returncode
+    code = subprocess.run([python, "-m", "pytest", f"--junitxml={report}", *arguments], cwd=ROOT).returncode
     if report.exists():
-        totals.add_junit(report, "pytest")
+        totals.add_junit(report, title)
     if code != 0 and len(totals.failures) == before:
-        totals.failures.append(f"pytest (exit status {code})")
+        totals.failures.append(f"{title} (exit status {code})")
 
 
 def main(argv: list[str]) -> int:

@@ -1,8 +1,9 @@
 """The tables of README.md and docs/*.md, made from benchmarks/results/*.json.
 
-`python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json; with
---check it changes nothing and exits with 1 where a page is stale. benchmarks/results.py defines the files' form,
-benchmarks/boundary.py that of its own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
+`python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json, and the
+table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a
+page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py and benchmarks/vllm_step.py those
+of their own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
 """
 
 import json
@@ -18,6 +19,8 @@ RESULTS = Path("benchmarks", "results")
 _BLOCK = re.compile(
     r"(<!-- table: (?P<name>[\w-]+)(?P<open>, once measured)? -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
+# The one table that is not made from a result.
+_REQUIREMENTS = "requirements"
 _MARKER = re.compile(r"<!-- (?:table:|end -->)")
 
 # Heading of a column and its text for one run of one result.
@@ -35,6 +38,15 @@ class TableError(ValueError):
     """A page or a result that no table can be made of; the message names it."""
 
 
+def requirements_table() -> str:
+    """The Markdown of the deployment check: a row a requirement."""
+    from specialized_decode.integration.config import REQUIREMENTS
+
+    lines = [["requirement", "expected", "why", "how to satisfy it"], ["---"] * 4]
+    lines += [[row.name, row.expected, row.why, row.remedy] for row in REQUIREMENTS]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
 def pages(root: Path) -> list[Path]:
     """The pages that may hold tables."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
@@ -44,6 +56,8 @@ def table(result: dict[str, Any]) -> str:
     """The Markdown of one result: a row a run, and below it what ran on what."""
     if result.get("kind") == "boundary":
         return _boundary_table(result)
+    if result.get("kind") == "vllm_step":
+        return _vllm_table(result)
     rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
     lines = [[heading for heading, _ in _COLUMNS], ["---"] * len(_COLUMNS), *rows]
     steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
@@ -87,6 +101,31 @@ def _boundary_table(result: dict[str, Any]) -> str:
     return "\n".join(blocks)
 
 
+def _vllm_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/vllm_step.py's result: whole steps and graphs alone, and how much faster they are."""
+    clocks = {"step_ms": "ms a step", "graph_ms": "ms, graph alone"}
+    headings = ["rows", "context"]
+    for unit in clocks.values():
+        headings += [f"vLLM, {unit}", f"executor, {unit}", "speed"]
+    lines = [headings, ["---"] * len(headings)]
+    for run in result["runs"]:
+        cells = [str(run["rows"]), str(run["context"])]
+        for clock in clocks:
+            stock, executor = run["stock"][clock], run["executor"][clock]
+            cells += [_times(stock), _times(executor), f"{stock['median'] / executor['median']:.2f}x"]
+        lines.append(cells)
+    start, memory = result["start_up_seconds"], result["other_gb"]
+    steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
+    said = (
+        f"Median (quartiles) of {steps} steps, two engines one after another. {result['layers']} layers, "
+        f"{result['heads']} heads, {result['experts']} experts of width {result['expert_width']}, made-up weights. "
+        f"Start-up {start['stock']:.0f} s and {start['executor']:.0f} s, GPU memory beside the KV cache "
+        f"{memory['stock']:.1f} GB and {memory['executor']:.1f} GB. {result['device']}, torch {result['torch']}, "
+        f"vLLM {result['vllm']}; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
+
+
 def _ranks(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
@@ -95,6 +134,8 @@ def filled(text: str, page: str, results: Path) -> str:
     """A page's text with every table made anew. Raises TableError for a marker or a result that is not as expected."""
 
     def fill(match: re.Match[str]) -> str:
+        if match["name"] == _REQUIREMENTS:
+            return match[1] + requirements_table() + match["end"]
         path = results / f"{match['name']}.json"
         if match["open"] and not path.is_file():
             return match[1] + match["end"]

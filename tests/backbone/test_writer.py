@@ -30,6 +30,7 @@ from specialized_decode.backbone.writer import (
     plan_tensors,
     tiny_plan,
     write_checkpoint,
+    write_configuration,
 )
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -214,6 +215,38 @@ def test_progress_counts_to_the_total(small_plan: MakePlan, tmp_path: Path) -> N
     assert sorted(name for _, _, name in calls) == sorted(specs)
     assert calls[-1][:2] == (total, total)
     assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+
+
+def test_several_processes_write_the_same_bytes(
+    small_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 2_000_000)
+    one = write_checkpoint(small_plan(0), tmp_path / "one")
+    calls: list[tuple[int, int, str]] = []
+    two = write_checkpoint(small_plan(0), tmp_path / "two", lambda *call: calls.append(call), workers=2)
+    assert _digest(two) == _digest(one)
+    assert len(calls) == len(list(two.glob("*.safetensors"))) > 2
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_several_processes_leave_nothing_behind(
+    small_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1_000_000)
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(small_plan(0), tmp_path / "out", progress=interrupt, workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_configuration_alone(small_plan: MakePlan, small_folder: Path, tmp_path: Path) -> None:
+    folder = write_configuration(small_plan(0), tmp_path / "out")
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    names = {"config.json", "generation.json", "tokenizer.json", "tokenizer_config.json"}
+    assert written == {name: (small_folder / name).read_bytes() for name in names}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])

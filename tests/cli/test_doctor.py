@@ -25,7 +25,18 @@ Patch = pytest.MonkeyPatch
 ROWS = {
     "cpu": ["Python", "PyTorch", "Tensor parallelism"],
     "cuda": ["Python", "PyTorch", "Tensor parallelism", "GPU", "GPUs", "Peer access"],
-    "vllm": ["Python", "PyTorch", "GPU", "GPUs", "Peer access", "vLLM", "vLLM plugin"],
+    "vllm": [
+        "Python",
+        "vLLM",
+        "vLLM internals",
+        "PyTorch",
+        "Triton",
+        "FlashInfer",
+        "GPU",
+        "Tensor parallelism",
+        "Peer access",
+        "vLLM plugin",
+    ],
 }
 FOLDER_ROWS = ["Configuration", "Tensors", "Tokenizer", "Memory"]
 
@@ -53,12 +64,12 @@ def _gpus(
     patch.setattr(torch.cuda, "mem_get_info", lambda *device: (free, 2 * free))
 
 
-def _vllm(patch: Patch, version: str | None) -> None:
+def _installed(patch: Patch, **versions: str | None) -> None:
+    """Makes distributions appear with another version, or as not installed."""
     real = importlib.metadata.version
 
     def found(distribution: str) -> str:
-        if distribution != "vllm":
-            return real(distribution)
+        version = versions[distribution] if distribution in versions else real(distribution)
         if version is None:
             raise importlib.metadata.PackageNotFoundError(distribution)
         return version
@@ -79,7 +90,8 @@ def _plugins(patch: Patch, *values: str) -> None:
 def _serving(patch: Patch) -> None:
     """A machine that meets every requirement of --deployment vllm --tp 4."""
     _gpus(patch)
-    _vllm(patch, "0.33.0")
+    patch.setattr(torch, "__version__", "2.14.0+cu130")
+    _installed(patch, vllm="0.33.0", triton="3.8.0")
     _plugins(patch, "other.package:register", "specialized_decode.integration:register")
 
 
@@ -142,10 +154,13 @@ def test_serving(invoke: Invoke, monkeypatch: Patch) -> None:
     rows = _report(invoke, "--deployment", "vllm", "--tp", 4)
     assert list(rows) == ROWS["vllm"]
     assert _missing(rows) == {}
-    assert rows["Peer access"]["found"] == "4 GPUs"
+    assert rows["Peer access"]["found"] == "4 GPUs that reach each other"
     assert rows["vLLM plugin"]["found"] == "plugin1"
     _gpus(monkeypatch, name="NVIDIA B200", capability=(10, 0))
-    assert _report(invoke, "--deployment", "vllm")["GPU"]["found"] == "NVIDIA B200 (blackwell)"
+    _installed(monkeypatch, **{"flashinfer-python": "0.7.2.post1"})
+    rows = _report(invoke, "--deployment", "vllm")
+    assert _missing(rows) == {}
+    assert rows["GPU"]["found"] == "NVIDIA B200 (10.0)"
 
 
 def _old_python(patch: Patch) -> None:
@@ -158,46 +173,42 @@ CASES: dict[str, tuple[Callable[[Patch], object], str, str, str]] = {
         lambda p: p.setattr(torch, "__version__", "2.10.1+cu128"),
         "PyTorch",
         "2.10.1+cu128",
-        "2.11 or later",
+        "2.11 to 2.14",
     ),
     "torch of another major version": (
         lambda p: p.setattr(torch, "__version__", "1.13.0"),
         "PyTorch",
         "1.13.0",
-        "2.11 or later",
+        "2.11 to 2.14",
     ),
+    "no Triton": (lambda p: _installed(p, triton=None), "Triton", "none", "3.6 to 3.8"),
     "another GPU": (
         lambda p: _gpus(p, name="NVIDIA A100", capability=(8, 0)),
         "GPU",
-        "NVIDIA A100",
-        "a Hopper or Blackwell GPU",
+        "NVIDIA A100 (8.0)",
+        "Hopper (9.x) or Blackwell (10.x)",
     ),
     "a later GPU": (
         lambda p: _gpus(p, name="NVIDIA RTX PRO 6000", capability=(12, 0)),
         "GPU",
-        "NVIDIA RTX PRO 6000",
-        "a Hopper or Blackwell GPU",
+        "NVIDIA RTX PRO 6000 (12.0)",
+        "Hopper (9.x) or Blackwell (10.x)",
     ),
-    "too few GPUs": (lambda p: _gpus(p, count=3), "GPUs", "3", "at least 4"),
+    "too few GPUs": (
+        lambda p: _gpus(p, count=3),
+        "Peer access",
+        "3 GPUs visible to this rank",
+        "every rank's GPU reaches every other's, on one node",
+    ),
     "a GPU apart": (
         lambda p: _gpus(p, blocked=(2, 1)),
         "Peer access",
-        "GPU 2 cannot reach GPU 1",
-        "peer access among them",
+        "none from GPU 2 to GPU 1",
+        "every rank's GPU reaches every other's, on one node",
     ),
-    "no vLLM": (lambda p: _vllm(p, None), "vLLM", "none", "0.33.0, the version whose internals are checked"),
-    "an older vLLM": (
-        lambda p: _vllm(p, "0.32.1"),
-        "vLLM",
-        "0.32.1",
-        "0.33.0, the version whose internals are checked",
-    ),
-    "a later vLLM": (
-        lambda p: _vllm(p, "0.33.0.post1"),
-        "vLLM",
-        "0.33.0.post1",
-        "0.33.0, the version whose internals are checked",
-    ),
+    "no vLLM": (lambda p: _installed(p, vllm=None), "vLLM", "none", "0.33.0"),
+    "an older vLLM": (lambda p: _installed(p, vllm="0.32.1"), "vLLM", "0.32.1", "0.33.0"),
+    "a later vLLM": (lambda p: _installed(p, vllm="0.33.0.post1"), "vLLM", "0.33.0.post1", "0.33.0"),
     "no plugin": (_plugins, "vLLM plugin", "none", "an entry point of this package"),
     "another's plugin": (
         lambda p: _plugins(p, "specialized_decoder:register"),
@@ -225,11 +236,11 @@ def test_torch_versions_that_are_late_enough(invoke: Invoke, no_gpu: None, monke
 
 
 def test_no_gpu(invoke: Invoke, no_gpu: None, monkeypatch: Patch) -> None:
-    _vllm(monkeypatch, None)
+    _installed(monkeypatch, vllm=None)
     _plugins(monkeypatch)
     missing = _missing(_report(invoke, "--deployment", "vllm", "--tp", 2))
     assert missing["GPU"] == "none"
-    assert missing["GPUs"] == "0"
+    assert missing["Peer access"] == "no GPU"
     assert {"vLLM", "vLLM plugin"} <= set(missing), "everything that is missing, at once"
     assert set(_missing(_report(invoke, "--deployment", "cuda"))) >= {"GPU", "GPUs"}
 
@@ -248,7 +259,7 @@ def test_every_pair_of_the_gpus_that_are_used_is_asked(invoke: Invoke, monkeypat
     _serving(monkeypatch)
     _gpus(monkeypatch, count=8, blocked=(0, 7))
     assert _missing(_report(invoke, "--deployment", "vllm", "--tp", 4)) == {}
-    assert _missing(_report(invoke, "--deployment", "vllm", "--tp", 8)) == {"Peer access": "GPU 0 cannot reach GPU 7"}
+    assert _missing(_report(invoke, "--deployment", "vllm", "--tp", 8)) == {"Peer access": "none from GPU 0 to GPU 7"}
 
 
 # A model folder.
@@ -316,6 +327,16 @@ def test_memory_is_short(invoke: Invoke, monkeypatch: Patch, small_folder: Path,
 
 def test_memory_of_the_machine() -> None:
     assert 1_000_000 < module._available_memory() < 1 << 50
+
+
+def test_flags_for_vllm_need_a_model_to_serve(invoke: Invoke, tmp_path: Path) -> None:
+    for arguments in (["--deployment", "vllm"], [tmp_path, "--deployment", "cuda"]):
+        result = invoke("doctor", *arguments, "--vllm-args", "--enforce-eager")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--vllm-args needs --deployment vllm and FOLDER." in result.stderr
+    result = invoke("doctor", tmp_path, "--deployment", "vllm", "--vllm-args", "--served-model-name 'open")
+    assert result.exit_code == 2
+    assert "--vllm-args: No closing quotation." in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("--tp", "3"), ("--deployment", "rocm")])

@@ -8,7 +8,7 @@ from tests.cli.conftest import Invoke, refused
 COMMANDS: dict[str, tuple[str, ...]] = {
     "decode": ("--prompt", "--tokens", "--rows", "--device", "--context", "--kernels"),
     "make-checkpoint": ("--preset", "--layers", "--experts", "--shard-tp", "--drafts", "--seed", "--replace"),
-    "doctor": ("--deployment", "--tp", "--json"),
+    "doctor": ("--deployment", "--tp", "--vllm-args", "--json"),
 }
 
 

@@ -25,7 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[CheckpointPlan]:
     """Writes nothing but a file of 12.3 MB; the plans asked for end up here."""
     asked: list[CheckpointPlan] = []
 
-    def record(plan: CheckpointPlan, folder: Path, progress: Any, replace: bool) -> None:
+    def record(plan: CheckpointPlan, folder: Path, progress: Any, replace: bool, workers: int) -> None:
         plan_tensors(plan)
         asked.append(plan)
         folder.mkdir()
@@ -150,6 +150,19 @@ def test_too_little_disk(
         rf"{tmp_path}: found .+ GB free, expected at least 1152921504\.\d\d GB, which the checkpoint needs", message
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_weights(invoke: Invoke, small: CheckpointPlan, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    result = invoke("make-checkpoint", folder, "--no-weights")
+    assert result.exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "generation.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert re.fullmatch(rf"{folder}: \d+ layers, \d+ experts, hidden size \d+, 0\.0\d GB\n", result.stdout)
 
 
 @pytest.mark.parametrize("existing", [False, True])

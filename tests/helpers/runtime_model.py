@@ -288,7 +288,8 @@ def named_streams(pair: Pair) -> dict[str, SideStream]:
     """Every stream that a step may fork to."""
     executor = pair.executor
     streams = {f"engram {layer}": stream for layer, stream in executor.engram.streams.items()}
+    assert executor.aux_streams is not None and executor.mhc_stream is not None
     streams |= {"compressor": executor.aux_streams.compressor, "indexer": executor.aux_streams.indexer}
     if executor.candidates is not None:
         streams["candidates"] = executor.candidates.stream
-    return {**streams, "mhc": executor.boundaries.stream}
+    return {**streams, "mhc": executor.mhc_stream}

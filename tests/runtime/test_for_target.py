@@ -25,7 +25,7 @@ def target(pair: Pair, group: RecordedGroup | None = None, **changes: Any) -> An
     real = pair.backbone
     host = AnsweringHost(tp_group=group or RecordedGroup())
     host.emulated_stream = real.host.emulated_stream  # type: ignore[method-assign]
-    names = ("config", "layers", "norm", "attention_class", "aux_layers", "mtp_hidden_buffer")
+    names = ("config", "layers", "norm", "attention_class", "aux_layers", "mtp_hidden_buffer", "stock")
     return SimpleNamespace(host=host, **({name: getattr(real, name) for name in names} | changes))
 
 

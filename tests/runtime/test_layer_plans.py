@@ -2,6 +2,7 @@
 
 import pytest
 
+from specialized_decode.engram import EngramPrefetch
 from tests.helpers.runtime_model import Layers, Pair, assert_same
 from tests.runtime.conftest import Folder
 
@@ -60,4 +61,5 @@ def test_engram_on_the_first_layer_is_never_applied(folder: Folder) -> None:
     with_hashes = pair.replayed(pair.capture(2), batch)
     pair.restore(before)
     assert_same(with_hashes, pair.replayed(pair.capture(2, use_engram=False), batch), rows=2)
+    assert isinstance(pair.executor.engram, EngramPrefetch)
     assert not pair.executor.engram.engrams

@@ -77,6 +77,21 @@ def test_table_of_a_gpu_has_neither_threads_nor_load() -> None:
     assert lines[5].endswith("commit 0123456789ab.")
 
 
+def test_table_of_requirements(root: Path) -> None:
+    from specialized_decode.integration.config import REQUIREMENTS
+
+    page = "<!-- table: requirements -->\n<!-- end -->\n"
+    (root / "docs" / "operators.md").write_text(page)
+    (root / "README.md").write_text(PAGE)
+    tables.main([], root)
+    lines = (root / "docs" / "operators.md").read_text().splitlines()
+    assert len(lines) == 2 + 2 + len(REQUIREMENTS)
+    for line, row in zip(lines[3:-1], REQUIREMENTS, strict=True):
+        assert line == f"| {row.name} | {row.expected} | {row.why} | {row.remedy} |"
+    (root / "docs" / "operators.md").write_text("\n".join(lines).replace("PyTorch", "pytorch"))
+    assert tables.main(["--check"], root) == 1
+
+
 def test_stale_page_is_found_and_rewritten(root: Path) -> None:
     assert tables.main(["--check"], root) == 1
     assert (root / "README.md").read_text() == PAGE

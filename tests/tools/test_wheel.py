@@ -1,5 +1,6 @@
 """The wheel: what lies in it, and that it works in an environment without the checkout."""
 
+import configparser
 import os
 import re
 import subprocess
@@ -90,6 +91,17 @@ def test_metadata(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     assert {re.split(r"[^\w-]", line)[0] for line in requirements} == DEPENDENCIES
     assert "torch>=2.11" in requirements
+
+
+def test_vllm_finds_the_plugin(wheel: Path) -> None:
+    """Under the group and the name that vLLM and VLLM_PLUGINS know it by."""
+    parser = configparser.ConfigParser()
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        parser.read_string(archive.read(name).decode())
+    assert dict(parser["vllm.general_plugins"]) == {
+        "specialized_decode": "specialized_decode.integration.plugin:register"
+    }
 
 
 def test_installs_and_runs(wheel: Path, tmp_path: Path) -> None:

@@ -9,9 +9,22 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__fi
 
 import pytest  # noqa: E402
 
+INTERPRETER = "--interpreter-from="
+
 
 def main(argv: list[str]) -> int:
-    """Runs pytest on `argv` and returns its exit code."""
+    """Runs pytest on `argv` and returns its exit code.
+
+    --interpreter-from=VARIABLE, first: by the interpreter which that variable names, instead of this one.
+    """
+    if argv and argv[0].startswith(INTERPRETER):
+        variable = argv[0].removeprefix(INTERPRETER)
+        python = os.environ.get(variable)
+        if not python:
+            print(f"error: {variable} is not set; ./test sets it, and bazel test takes it with --test_env={variable}")
+            return 2
+        # What Bazel put on this interpreter's path is in PYTHONPATH.
+        os.execv(python, [python, __file__, *argv[1:]])
     args = ["-c", "pyproject.toml", "--rootdir", os.getcwd(), "-v"]
     if temporary := os.environ.get("TEST_TMPDIR"):
         # For tmp_path alone: as TMPDIR this path would be too long for a Unix socket.

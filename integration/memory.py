@@ -1,0 +1,55 @@
+"""GPU memory of a rank's weights, from the model's hyper-parameters. Pure functions; all sizes in bytes."""
+
+from typing import Any
+
+# FP8 with a scale byte per 32x32 block; FP4 with a scale byte per 32 along K.
+_FP8 = 1 + 1 / 1024
+_FP4 = 0.5 + 1 / 32
+_BF16 = 2
+
+
+def prepared_bytes(text: Any, tp: int) -> int:
+    """A second copy of the dense weights that low-batch steps read: attention, shared experts, Engram's WKV.
+
+    text: the text model's configuration, under the release's names.
+    """
+    layers = text.num_hidden_layers
+    per_layer = _attention_weights(text, tp) + _shared_expert_weights(text, tp)
+    wkv = len(text.engram_layer_ids) * _engram_weights(text, tp)
+    return round(_FP8 * (layers * per_layer + wkv))
+
+
+def weight_bytes(text: Any, tp: int, draft_layers: int) -> int:
+    """What a rank's weights take at least: layers, embedding and LM head; without padding, norms and indexers.
+
+    Draft layers have their own number of experts. The Engram tables lie in host memory.
+    """
+    drafts = draft_layers * _layer_bytes(text, tp, getattr(text, "dspark_n_routed_experts", 0) or text.n_routed_experts)
+    layers = text.num_hidden_layers * _layer_bytes(text, tp, text.n_routed_experts)
+    engram = _FP8 * len(text.engram_layer_ids) * _engram_weights(text, tp)
+    vocabulary = 2 * _BF16 * text.vocab_size * text.hidden_size / tp
+    return round(drafts + layers + engram + vocabulary)
+
+
+def _layer_bytes(text: Any, tp: int, experts: int) -> float:
+    routed = experts * 3 * text.hidden_size * text.moe_intermediate_size / tp
+    return _FP4 * routed + _FP8 * (_attention_weights(text, tp) + _shared_expert_weights(text, tp))
+
+
+def _attention_weights(text: Any, tp: int) -> float:
+    """fused_wqa_wkv on every rank; wq_b, wo_a and wo_b by heads and groups."""
+    heads = text.num_attention_heads * text.head_dim
+    fused = (text.q_lora_rank + text.head_dim) * text.hidden_size
+    wo_a = text.o_lora_rank * heads
+    wo_b = text.hidden_size * text.o_groups * text.o_lora_rank
+    return float(fused + (heads * text.q_lora_rank + wo_a + wo_b) / tp)
+
+
+def _shared_expert_weights(text: Any, tp: int) -> float:
+    return float(text.n_shared_experts * 3 * text.hidden_size * text.moe_intermediate_size / tp)
+
+
+def _engram_weights(text: Any, tp: int) -> float:
+    """wkv: all n-grams' heads -> a key per stream and a value, by output columns."""
+    columns = (text.engram_max_ngram_size - 1) * text.engram_n_heads * text.engram_head_dim
+    return float(columns * (text.hc_mult + 1) * text.hidden_size / tp)

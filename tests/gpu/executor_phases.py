@@ -1,0 +1,176 @@
+"""Phases of engines with the plugin: they compare with what stock recorded."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import scenarios
+from tests.gpu.compare import combined, failures_if_close, failures_if_identical, missing_kernels
+from tests.gpu.engine import (
+    Engine,
+    Steps,
+    clear_failed_start,
+    failing_capture,
+    profile_kernels,
+    run_batch,
+    run_traffic,
+    settled_counters,
+    step_counters,
+)
+from tests.gpu.outputs import batch_seeds, compare, described, load_outputs, replays_by_rows, traffic_coverage
+from tests.gpu.report import Report
+
+EXECUTOR_OPTION = {"decode_backend": "latency_specialized"}
+
+
+def options(args: argparse.Namespace, executor: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """LLM's options of the 8-layer engines."""
+    from tests.gpu.recorder import Recorder
+
+    longest = max(max(batch) for batch in scenarios.BATCHES) + scenarios.OUTPUT_TOKENS
+    settings: dict[str, Any] = {
+        "max_model_len": -(-longest // 1024) * 1024,
+        "max_num_seqs": scenarios.MAX_ROWS,
+        "max_num_batched_tokens": scenarios.PREFILL_CHUNK,
+        "gpu_memory_utilization": 0.5,
+        "logits_processors": [Recorder],
+    }
+    if executor is not None:
+        settings["additional_config"] = executor
+    return settings | more
+
+
+def check_captures(captured: Sequence[int]) -> list[str]:
+    """Whether the executor ran a capture of every graph."""
+    missing = [rows for rows in scenarios.GRAPH_SIZES if rows not in captured]
+    return [f"the executor captured rows {sorted(captured)}, expected {missing} too"] if missing else []
+
+
+def check_values(engine: Engine, args: argparse.Namespace, store: Path) -> Report:
+    """Runs every batch along stock's tokens and compares; where kernels are the same, freely too."""
+    recorded, noise = load_outputs(store / "values.pt")
+    found, texts, failures, by_batch = [], 0, [], {}
+    for index, (lengths, stock) in enumerate(zip(scenarios.BATCHES, recorded, strict=True)):
+        forced = [stock.tokens[str(row)] for row in range(len(lengths))]
+        part = compare(stock, run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, forced))
+        found.append(part)
+        by_batch[",".join(map(str, lengths))] = part.record()
+        if args.expect == "identical":
+            free = run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, record=False)
+            texts += sum(free.tokens[name] == stock.tokens[name] for name in stock.tokens)
+    total = combined(found)
+    rows = sum(map(len, scenarios.BATCHES))
+    if args.expect == "identical":
+        failures += failures_if_identical(total)
+        if texts != rows:
+            failures.append(f"{texts} of {rows} texts are stock's, expected all")
+    else:
+        failures += failures_if_close(total, noise)
+    line = f"{described(found)}; stock's noise: rms {noise.rms:.4g}; equal texts {texts} of {rows}"
+    return Report(line, failures, {"total": total.record(), "noise": noise.record(), "batches": by_batch})
+
+
+def check_traffic(engine: Engine, args: argparse.Namespace, steps: Steps, store: Path) -> Report:
+    """Plays stock's script, compares outputs, and holds the counters against an independent count."""
+    recorded, _ = load_outputs(store / "traffic.pt")
+    _, noise = load_outputs(store / "values.pt")
+    (stock,) = recorded
+    forced = None
+    if args.expect != "identical":
+        # Padded: an aborted request must run as long as it did, not end with the last token it returned.
+        wanted = {request.name: request.output_tokens for request in scenarios.TRAFFIC}
+        forced = {name: [*tokens, *[100] * (wanted[name] - len(tokens))] for name, tokens in stock.tokens.items()}
+    before, counters = steps.copy(), step_counters()
+    outputs, _ = run_traffic(engine, scenarios.TRAFFIC, forced)
+    counted = steps.since(before)
+    failures = traffic_coverage(counted) + check_counters(settled_counters(engine, counted.total, counters), counted)
+    found = compare(stock, outputs)
+    if args.expect == "identical":
+        failures += failures_if_identical(found)
+        failures += [f"{n}: other tokens than stock's" for n, t in stock.tokens.items() if outputs.tokens[n] != t]
+    else:
+        failures += failures_if_close(found, noise)
+        lengths = {name: len(tokens) for name, tokens in stock.tokens.items()}
+        failures += [
+            f"{n}: {len(t)} tokens, stock {lengths[n]}" for n, t in outputs.tokens.items() if len(t) != lengths[n]
+        ]
+    line = f"{counted.total} steps ({replays_by_rows(counted)}); {described([found])}"
+    return Report(line, failures, {"total": found.record(), "steps": counted.total, "replays": dict(counted.replays)})
+
+
+def check_counters(counted: dict[str, int], steps: Steps) -> list[str]:
+    """The counters against the replays and steps seen at vLLM's runner: each step is counted once, by who ran it."""
+    executor = counted.get("executor", 0)
+    stock = sum(count for name, count in counted.items() if name != "executor")
+    replays = sum(steps.replays.values())
+    if (executor, stock) == (replays, steps.total - replays):
+        return []
+    return [
+        f"counters: found {counted}, expected {replays} by the executor and {steps.total - replays} by stock layers"
+    ]
+
+
+def check_profiles(engine: Engine, store: Path, exact: bool) -> Report:
+    """Compares what runs in a few decode steps with stock's list: equal to it, or, for the executor, not longer."""
+    stock = json.loads((store / "profile.json").read_text(encoding="utf-8"))
+    failures, counts, changes = [], {}, {}
+    for rows, context in scenarios.PROFILED:
+        name = f"{rows}x{context}"
+        found = profile_kernels(engine, rows, context)
+        counts[name] = (sum(found.values()), sum(stock[name].values()))
+        changes[name] = missing_kernels(stock[name], found)
+        if exact and changes[name]:
+            failures.append(f"{name}: other GPU operations than stock's: {'; '.join(changes[name][:8])}")
+        if not exact and counts[name][0] > counts[name][1]:
+            failures.append(
+                f"{name}: {counts[name][0]} GPU operations in 4 steps, expected at most stock's {counts[name][1]}"
+            )
+    return Report(
+        f"GPU operations in 4 steps (found, stock): {counts}", failures, {"counts": counts, "changes": changes}
+    )
+
+
+def check_again(engine: Engine, store: Path, expect: str) -> Report:
+    """A short comparison of an engine that was built a second time in this process."""
+    recorded, noise = load_outputs(store / "values.pt")
+    index = scenarios.ALONE_BATCH
+    lengths, stock = scenarios.BATCHES[index], recorded[index]
+    forced = [stock.tokens[str(row)] for row in range(len(lengths))]
+    found = compare(stock, run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, forced))
+    failures = failures_if_identical(found) if expect == "identical" else failures_if_close(found, noise)
+    return Report(f"second engine: {described([found])}", failures, {"total": found.record()})
+
+
+def check_refused(args: argparse.Namespace) -> Report:
+    """An unknown value of the option: the engine does not start, and says which value was found."""
+    return expect_failure(args, {"decode_backend": "warp_speed"}, ("decode_backend", "warp_speed"))
+
+
+def check_capture_error(args: argparse.Namespace) -> Report:
+    """An error inside a capture: the engine does not start, and the error is that one."""
+    message = "injected into the third layer"
+    with failing_capture(message):
+        return expect_failure(args, executor_option(args), (message,))
+
+
+def expect_failure(args: argparse.Namespace, executor: dict[str, Any], words: tuple[str, ...]) -> Report:
+    """Builds an engine that must fail with a message that holds `words`."""
+    try:
+        engine = Engine.build(args.folder, scenarios.GRAPH_SIZES, **options(args, executor, load_format="dummy"))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        engine.shut_down()
+        return Report("the engine started", ["the engine started, expected an error"])
+    # Not inside the handler: the error's traceback holds the engine.
+    clear_failed_start()
+    missing = [word for word in words if word not in said]
+    failures = [f"found {said[:2000]!r}, expected a message with {missing}"] if missing else []
+    return Report(f"refused: {said[:300]!r}", failures, {"message": said[:4000]})
+
+
+def executor_option(args: argparse.Namespace) -> dict[str, Any]:
+    """additional_config of the executor's engines."""
+    return EXECUTOR_OPTION | json.loads(args.executor_option)

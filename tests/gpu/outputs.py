@@ -1,0 +1,69 @@
+"""Outputs of batches and traffic: kept in files, compared, and described."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.gpu import scenarios
+from tests.gpu.compare import Difference, combined, difference
+from tests.gpu.engine import Outputs, Steps
+
+
+def batch_seeds(index: int) -> list[int]:
+    """Seeds of the prompts of batch `index`."""
+    return [100 * index + row for row in range(len(scenarios.BATCHES[index]))]
+
+
+def described(values: Sequence[Difference]) -> str:
+    total = combined(values)
+    return (
+        f"{total.differing} of {total.steps} steps differ, largest {total.largest:.4g}, rms {total.rms:.4g}, "
+        f"argmax in {total.argmax_differs}"
+    )
+
+
+def compare(expected: Outputs, found: Outputs) -> Difference:
+    names = [name for name in expected.logits if name in found.logits]
+    parts = []
+    for name in names:
+        a, b = expected.logits[name], found.logits[name]
+        count = min(len(a), len(b))
+        parts.append(difference(a[:count], b[:count]))
+    return combined(parts)
+
+
+def save_outputs(path: Path, outputs: Sequence[Outputs], noise: Difference) -> None:
+    """Saves tokens and logits; logits as bfloat16 where that is exact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packed = []
+    for one in outputs:
+        logits = {}
+        for name, values in one.logits.items():
+            short = values.bfloat16()
+            logits[name] = short if torch.equal(short.float(), values) else values
+        packed.append({"tokens": one.tokens, "logits": logits})
+    torch.save({"outputs": packed, "noise": noise.record()}, path)
+
+
+def load_outputs(path: Path) -> tuple[list[Outputs], Difference]:
+    """What `save_outputs` saved, logits as float32."""
+    data = torch.load(path)
+    outputs = [
+        Outputs(one["tokens"], {name: values.float() for name, values in one["logits"].items()})
+        for one in data["outputs"]
+    ]
+    return outputs, Difference(**data["noise"])
+
+
+def traffic_coverage(counted: Steps) -> list[str]:
+    """What the script should have caused and did not: replays of every graph, and steps outside graphs."""
+    missing = [rows for rows in scenarios.GRAPH_SIZES if not counted.replays[rows]]
+    failures = [f"no replay of the graph for {rows} rows" for rows in missing]
+    if counted.total - sum(counted.replays.values()) < 10:
+        failures.append("fewer than 10 steps outside graphs, expected prefills and batches above the largest graph")
+    return failures
+
+
+def replays_by_rows(counted: Steps) -> str:
+    return ", ".join(f"{rows} rows: {count}" for rows, count in sorted(counted.replays.items()))

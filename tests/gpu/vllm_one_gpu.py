@@ -1,0 +1,339 @@
+"""Shows on one GPU what the executor does inside vLLM: values, traffic, kernels when off, life cycle, times.
+
+`python -m tests.gpu.vllm_one_gpu --out OUT` from the checkout, with vLLM importable (tools/gpu has a bundle for hosts
+without a package index). Each job is a process of its own; each phase of it prints a line, has a time limit and leaves
+a record. Run again, it goes on where it stopped: jobs that passed are not run again. OUT gets results.json, the logs
+and what stock vLLM computed. The exit status is 0 when everything asked for passed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import commit
+
+ROOT = Path(__file__).absolute().parent.parent.parent
+WORK = Path("/tmp/specialized-decode/run")
+MODELS = Path("/tmp/specialized-decode/models")
+# What the stock engine leaves for the executor's.
+STORED = ("profile.json", "values.pt", "traffic.pt")
+LAYERS, TIMED_LAYERS, SHARD_TP = 8, 40, 4
+# Imports and the first contact with the GPU, before a process's first phase starts.
+FIRST_PHASE_SECONDS = 180.0
+# The executor against stock, at full depth.
+LEAST_SPEED, MOST_START_UP_SECONDS = 0.98, 30.0
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process.
+
+    seconds: what it is expected to take, so that none is started that cannot end within the budget; needs: jobs that
+    must have passed; files: that must be there; phased: whether it tells of phases, as tests.gpu.phases does.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    needs: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict, hash=False)
+    phased: bool = True
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """All jobs, the most important first."""
+    real, dummy = args.models / f"flash-{LAYERS}-{args.experts}", args.models / f"flash-{TIMED_LAYERS}-{args.experts}"
+    store = args.store
+
+    def make(folder: Path, layers: int, *more: str) -> tuple[str, ...]:
+        preset = ("--preset", "flash", "--layers", str(layers), "--experts", str(args.experts))
+        widths = ("--shard-tp", str(SHARD_TP), "--replace")
+        return ("specialized_decode.cli.main", "make-checkpoint", str(folder), *preset, *widths, *more)
+
+    def engine(name: str, folder: Path) -> tuple[str, ...]:
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(store))
+        option = ("--executor-option", args.executor_option, "--expect", args.expect)
+        return ("tests.gpu.phases", name, *paths, *option, "--only", args.only)
+
+    off = {"VLLM_PLUGINS": ""}
+    return [
+        Job("checkpoint", make(real, LAYERS), 60, phased=False),
+        Job("configuration", make(dummy, TIMED_LAYERS, "--no-weights"), 20, phased=False),
+        Job("stock", engine("stock", real), 150, ("checkpoint",), environment=off),
+        Job("executor", engine("executor", real), 200, ("checkpoint",), tuple(store / name for name in STORED)),
+        Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), environment=off),
+        Job("times-executor", engine("times-executor", dummy), 120, ("configuration",)),
+    ]
+
+
+def overdue(events: Sequence[Record], started: float, now: float) -> str | None:
+    """What took longer than it may, by a process's events; None while all is well.
+
+    Event times and `started`, `now` are seconds of the same clock.
+    """
+    if not events:
+        limit, since, name = FIRST_PHASE_SECONDS, started, "before the first phase"
+    elif events[-1]["event"] == "start":
+        limit, since, name = events[-1]["limit"], events[-1]["time"], events[-1]["phase"]
+    else:  # between phases only Python runs
+        limit, since, name = FIRST_PHASE_SECONDS, events[-1]["time"], f"after {events[-1]['phase']}"
+    return f"{name}: ran into its limit of {limit:.0f} s" if now - since > limit else None
+
+
+def read_events(path: Path) -> list[Record]:
+    """The events of a process so far; a line still being written is left for later."""
+    if not path.exists():
+        return []
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
+
+
+def failed(engine: str, phase: str, seconds: float, why: str) -> Record:
+    """The record of something that left none of its own."""
+    return {
+        "engine": engine,
+        "phase": phase,
+        "ok": False,
+        "seconds": round(seconds, 1),
+        "line": why,
+        "failures": [why],
+        "data": {},
+    }
+
+
+@dataclass
+class Session:
+    """One call of this script. records: by job, also of earlier calls."""
+
+    args: argparse.Namespace
+    start: float
+    records: dict[str, list[Record]]
+    lines: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """Prints a line and keeps it for the report."""
+        line = f"[{time.monotonic() - self.start:6.1f} s] {text}"
+        self.lines.append(line)
+        print(line, flush=True)
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return float(self.args.budget - (time.monotonic() - self.start))
+
+    def passed(self, name: str) -> bool:
+        """Whether a job ran and all its phases passed."""
+        records = self.records.get(name, [])
+        return bool(records) and all(record["ok"] for record in records)
+
+    def run(self, job: Job) -> None:
+        """Runs a job unless it passed before, lacks what it needs, or does not fit the budget."""
+        if self.passed(job.name) and not self.args.again:
+            self.say(f"{job.name}: passed in an earlier call")
+            return
+        missing = [name for name in job.needs if not self.passed(name)]
+        absent = [str(path) for path in job.files if not path.exists()]
+        if missing:
+            self.records[job.name] = [failed(job.name, "start", 0, f"not run: {', '.join(missing)} did not pass")]
+        elif absent:
+            self.records[job.name] = [failed(job.name, "start", 0, f"not run: found no {', '.join(absent)}")]
+        elif self.left() < job.seconds:
+            why = f"not run: {self.left():.0f} s left, expected to take {job.seconds:.0f} s"
+            self.records[job.name] = [failed(job.name, "start", 0, why)]
+        else:
+            self.records[job.name] = self.run_process(job)
+            self.save()
+            return
+        self.say_record(self.records[job.name][0])
+
+    def run_process(self, job: Job) -> list[Record]:
+        """Starts a job's process, tells of its phases as they end, and ends it when one outlasts its limit."""
+        events_path, log = self.args.work / f"{job.name}.events.jsonl", self.args.work / f"{job.name}.log"
+        events_path.unlink(missing_ok=True)
+        environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **job.environment}
+        command = [sys.executable, "-P", "-m", *job.command]
+        started, told, why = time.time(), 0, None
+        with log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            while True:
+                ended = process.poll() is not None
+                events = read_events(events_path)
+                for event in events[told:]:
+                    if event["event"] == "end":
+                        self.say_record(event)
+                told = len(events)
+                if ended:
+                    break
+                if job.phased:
+                    why = overdue(events, started, time.time())
+                if self.left() < 0:
+                    why = f"{job.name}: the budget of {self.args.budget:.0f} s is spent"
+                if why:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    break
+                time.sleep(0.2)
+        records = [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "end"]
+        seconds = time.time() - started
+        if not job.phased and process.returncode == 0:
+            records = [failed(job.name, "write", seconds, "") | {"ok": True, "line": _last_line(log), "failures": []}]
+            self.say_record(records[0])
+        elif why or not records or (process.returncode != 0 and all(record["ok"] for record in records)):
+            phase = events[-1]["phase"] if events else "start"
+            records.append(failed(job.name, phase, seconds, why or f"ended with exit status {process.returncode}"))
+            self.say_record(records[-1])
+            self.say("the end of its log:\n" + _tail(log, 40))
+        return records
+
+    def say_record(self, record: Record) -> None:
+        """The one line of a phase."""
+        verdict = "ok" if record["ok"] else "FAILED"
+        self.say(f"{record['engine']} {record['phase']}: {verdict} in {record['seconds']:.1f} s: {record['line']}")
+        for failure in record["failures"]:
+            if failure != record["line"]:
+                self.say(f"    {failure}")
+
+    def save(self) -> None:
+        """Writes the records, from which a later call goes on."""
+        path = self.args.work / "records.json"
+        path.with_suffix(".new").write_text(json.dumps(self.records, indent=1) + "\n", encoding="utf-8")
+        path.with_suffix(".new").rename(path)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def _tail(log: Path, count: int) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"    | {line[:300]}" for line in lines[-count:])
+
+
+def compare_times(stock: Iterable[Record], executor: Iterable[Record]) -> Record | None:
+    """The executor's step times, start-up and memory against stock's; None where one of them was not measured."""
+    by_phase = [
+        {record["phase"]: record["data"] for record in records if record["ok"]} for records in (stock, executor)
+    ]
+    if not all("start" in phases and "times" in phases for phases in by_phase):
+        return None
+    before, after = by_phase
+    failures, speeds = [], {}
+    for name, one in before["times"].items():
+        for clock in ("step_ms", "graph_ms"):
+            speed = one[clock]["median"] / after["times"][name][clock]["median"]
+            speeds[f"{name} {clock}"] = round(speed, 3)
+            if speed < LEAST_SPEED:
+                failures.append(f"{name} {clock}: {speed:.3f} times as fast as stock, expected at least {LEAST_SPEED}")
+    longer = after["start"]["seconds"] - before["start"]["seconds"]
+    if longer > MOST_START_UP_SECONDS:
+        failures.append(f"start-up takes {longer:.1f} s longer, expected at most {MOST_START_UP_SECONDS:.0f} s")
+    memory = round(after["start"]["other_gb"] - before["start"]["other_gb"], 2)
+    line = f"speed over stock {speeds}; start-up {longer:+.1f} s; GPU memory beside the KV cache {memory:+.2f} GB"
+    data = {"speeds": speeds, "start_up_seconds": round(longer, 1), "memory_gb": memory}
+    return {
+        "engine": "both",
+        "phase": "compare-times",
+        "ok": not failures,
+        "seconds": 0.0,
+        "line": line,
+        "failures": failures,
+        "data": data,
+    }
+
+
+def table(records: Iterable[Record]) -> str:
+    """The summary, a line a phase."""
+    rows = [("engine", "phase", "seconds", "result")]
+    rows += [(r["engine"], r["phase"], f"{r['seconds']:.1f}", "ok" if r["ok"] else "FAILED") for r in records]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def write_results(session: Session, records: list[Record], summary: str) -> None:
+    """What goes to OUT: few files, as hosts that hand back results limit their number."""
+    out: Path = session.args.out
+    out.mkdir(parents=True, exist_ok=True)
+    args = session.args
+    report = [*session.lines, "", *summary.splitlines()]
+    result = {"commit": args.commit or commit(), "expect": args.expect, "records": records, "report": report}
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with tarfile.open(out / "logs.tar.xz", "w:xz") as archive:
+        for path in sorted(session.args.work.glob("*.log")):
+            archive.add(path, path.name)
+    if args.store.is_dir():
+        shutil.copytree(args.store, out / "store", dirs_exist_ok=True)
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--jobs", default="", help="jobs to run, with commas; all by default")
+    parser.add_argument("--only", default="", help="phases to run in the engines, with commas; all by default")
+    parser.add_argument("--expect", choices=["identical", "close"], default="identical", help="close: on other kernels")
+    parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
+    parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default: 384)")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all (default: 570)")
+    parser.add_argument("--again", action="store_true", help="run jobs again that passed in an earlier call")
+    parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"logs and records (default: {WORK})")
+    parser.add_argument("--models", type=Path, default=MODELS, help=f"model folders (default: {MODELS})")
+    parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: WORK/store, copied to OUT)")
+    args = parser.parse_args(argv)
+    args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
+    args.store = (args.store or args.work / "store").absolute()
+    try:
+        if not isinstance(json.loads(args.executor_option), dict):
+            raise ValueError("no object")
+    except ValueError:
+        parser.error(f"--executor-option: found {args.executor_option!r}, expected a JSON object")
+    known = [job.name for job in jobs(args)]
+    unknown = [name for name in args.jobs.split(",") if name and name not in known]
+    if unknown:
+        parser.error(f"--jobs: found {', '.join(unknown)}, expected some of {', '.join(known)}")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the jobs asked for, prints the summary and writes the results."""
+    args = arguments(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.models.mkdir(parents=True, exist_ok=True)
+    kept = args.work / "records.json"
+    session = Session(args, time.monotonic(), json.loads(kept.read_text()) if kept.exists() else {})
+    wanted = [job for job in jobs(args) if not args.jobs or job.name in args.jobs.split(",")]
+    for job in wanted:
+        session.run(job)
+    records = [record for job in wanted for record in session.records.get(job.name, [])]
+    times = compare_times(session.records.get("times-stock", []), session.records.get("times-executor", []))
+    if times is not None:
+        session.say_record(times)
+        records.append(times)
+    summary = table(records)
+    print(f"\n{summary}")
+    write_results(session, records, summary)
+    return 0 if records and all(record["ok"] for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""What the weights take: against the sizes of the release's own tensors."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specialized_decode.backbone.presets import CheckpointPlan
+from specialized_decode.backbone.writer import flash_plan, plan_tensors, tiny_plan
+from specialized_decode.integration.memory import prepared_bytes, weight_bytes
+
+
+def _text(plan: CheckpointPlan) -> Any:
+    config: Any = plan.config
+    return SimpleNamespace(**config["text_config"])
+
+
+def _stored(plan: CheckpointPlan, *parts: str) -> int:
+    """Bytes of the release's tensors whose names hold one of `parts`; the Engram tables are in host memory."""
+    specs = plan_tensors(plan)
+    return sum(
+        spec.nbytes
+        for name, spec in specs.items()
+        if "engram.embed" not in name and (not parts or any(part in name for part in parts))
+    )
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_weights_are_a_little_less_than_what_is_stored(drafts: int) -> None:
+    plan = flash_plan(drafts=drafts)
+    stored = _stored(plan)
+    assert 0.99 * stored < weight_bytes(_text(plan), 1, drafts) < stored
+
+
+@pytest.mark.parametrize("plan", [flash_plan(), tiny_plan()], ids=["flash", "tiny"])
+def test_prepared_weights_are_the_dense_ones(plan: CheckpointPlan) -> None:
+    dense = (".wq_a.", ".wq_b.", ".wkv.", ".wo_a.", ".wo_b.", ".shared_experts.")
+    stored = _stored(plan, *(f".attn{name}" for name in dense[:-1]), dense[-1], ".engram.wkv.")
+    assert prepared_bytes(_text(plan), 1) == pytest.approx(stored, rel=0.001)
+
+
+def test_release_at_tp4() -> None:
+    text = _text(flash_plan())
+    assert 70e9 < weight_bytes(text, 4, 0) < 80e9
+    assert prepared_bytes(text, 4) < 3e9
+
+
+def test_every_rank_holds_the_first_projection() -> None:
+    """wq_a and wkv are not split; the rest is, evenly."""
+    text = _text(flash_plan())
+    fused = 40 * (1280 + 512) * 5120 * (1 + 1 / 1024)
+    one, eight = prepared_bytes(text, 1), prepared_bytes(text, 8)
+    assert 8 * (eight - fused) == pytest.approx(one - fused, rel=1e-6)

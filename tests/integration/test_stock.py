@@ -1,0 +1,320 @@
+"""The executor's schedule on vLLM's ops gives, bit for bit, what vLLM's own layer loop gives from the same ops.
+
+The model is vLLM's own. Its mHC kernels need a GPU; in their place, for both sides, stand the references that vLLM
+ships beside them, and functions of its input and its layer in the place of attention, experts and Engram.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+
+from specialized_decode.runtime import DecodeConfig, SpecializedDecode, UnsupportedTarget, step_gates
+from tests.integration import vllm_model
+
+ROWS = (1, 2, 7, 49, 384)
+
+
+def reference_ops() -> dict[str, Callable[..., Any]]:
+    """vLLM's mHC in torch, under the names and with the signatures of its kernels."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_delayed_torch
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+    def mhc_pre_delayed_tilelang(*args: Any, norm_weight: Tensor, norm_eps: float, **inputs: Any) -> Any:
+        post, comb, x, pre = mhc_pre_delayed_torch(*args, **inputs)
+        return post, comb, norm(x, norm_weight, norm_eps), pre
+
+    def mhc_shifted_post_pre(
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        *args: Any,
+        capture_aux: bool = False,
+        stream: None = None,
+        reduce_results: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        assert stream is None and not reduce_results
+        residual = mhc_post_torch(x, residual, post, comb)
+        aux = residual.mean(dim=1) if capture_aux else residual.new_empty(0, residual.shape[2])
+        post, comb, x, pre = mhc_pre_delayed_tilelang(residual, *args, **inputs)
+        return residual, post, comb, x, pre, aux
+
+    def hc_collapse_triton(x: Tensor, pre_mix: Tensor) -> Tensor:
+        return (x.float() * pre_mix.unsqueeze(2)).sum(1).to(x.dtype)
+
+    return {
+        "mhc_post_tilelang": mhc_post_torch,
+        "mhc_pre_delayed_tilelang": mhc_pre_delayed_tilelang,
+        "mhc_shifted_post_pre": mhc_shifted_post_pre,
+        "hc_collapse_triton": hc_collapse_triton,
+    }
+
+
+class Sublayers:
+    """Stand-ins for a model's sublayers, and what each of their calls saw."""
+
+    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.flags: list[tuple[bool, bool]] = []
+        for i, layer in enumerate(model.model.layers):
+            patch.setattr(layer.attn, "forward", self._attention(i, layer))
+            patch.setattr(layer.ffn, "forward", self._moe(i, layer))
+            if layer.engram is not None:
+                patch.setattr(layer.engram, "forward", self._engram(i))
+
+    def _seen(self, what: str, i: int, layer: Any) -> None:
+        self.calls.append((what, i))
+        self.flags.append((layer.attn.wo_b.reduce_results, layer.ffn.experts.moe_config.skip_final_all_reduce))
+
+    def _attention(self, i: int, layer: Any) -> Callable[..., Tensor]:
+        def forward(positions: Tensor, x: Tensor, scaling: None) -> Tensor:
+            self._seen("attention", i, layer)
+            return (x.float().roll(i + 1, 1) * (0.5 + 0.01 * positions.float().unsqueeze(1))).to(x.dtype)
+
+        return forward
+
+    def _moe(self, i: int, layer: Any) -> Callable[..., Tensor]:
+        def forward(x: Tensor, input_ids: Tensor, metadata: None) -> Tensor:
+            self._seen("moe", i, layer)
+            return (x.float().roll(-i - 1, 1) * (0.7 + 0.001 * input_ids.float().unsqueeze(1))).to(x.dtype)
+
+        return forward
+
+    def _engram(self, i: int) -> Callable[..., Tensor]:
+        def forward(residual: Tensor, hashes: Tensor, keep: Tensor) -> Tensor:
+            self.calls.append(("engram", i))
+            assert hashes.shape[0] == residual.shape[0]
+            injected = residual.roll(1, 2) * 0.25
+            return residual + torch.where(keep.view(-1, 1, 1), injected, torch.zeros_like(injected))
+
+        return forward
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Any, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    import vllm.config.vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    patch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    # Without offload the tables need no pinned memory.
+    arguments = EngineArgs(model=str(tiny_folder), max_model_len=512, engram_config={"cpu_offload": False})
+    config = arguments.create_engine_config()
+    with vllm_model.one_rank(config):
+        built = vllm_model.build(config, patch)
+        import vllm.models.deepseek_v41.nvidia.model as module
+
+        import specialized_decode.integration.stock as stock
+
+        for name, op in reference_ops().items():
+            patch.setattr(module, name, op)
+            patch.setattr(stock, name, op)
+        yield built
+
+
+@pytest.fixture
+def sublayers(model: Any, monkeypatch: pytest.MonkeyPatch) -> Sublayers:
+    return Sublayers(model, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def executor(model: Any) -> SpecializedDecode:
+    from specialized_decode.integration.bind import build_executor
+
+    model.specialized_decode_config = DecodeConfig()
+    return build_executor(model)
+
+
+class Inputs:
+    """One batch's inputs to the layers."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        random = torch.Generator().manual_seed(rows)
+        self.x = torch.randn(rows, model.config.hidden_size, generator=random).to(torch.bfloat16)
+        self.positions = torch.arange(rows) * 3
+        self.input_ids = torch.randint(0, 100, (rows,), generator=random)
+        self.hashes = torch.zeros(rows, 2, 24, dtype=torch.int64)
+        self.mask = torch.rand(rows, generator=random) < 0.7
+
+
+def by_vllm(model: Any, inputs: Inputs, engram: bool) -> tuple[Tensor, list[Tensor]]:
+    """The layers and the head as DeepseekV4Model.forward runs them after its embedding."""
+    backbone = model.model
+    aux: dict[int, Tensor] = {}
+    hashes, mask = (inputs.hashes, inputs.mask) if engram else (None, None)
+    layers = range(backbone.start_layer, backbone.end_layer)
+    x, residual, post, comb, pre = backbone._run_layers(
+        layers, inputs.x, inputs.positions, inputs.input_ids, None, None, None, None, aux, hashes, mask
+    )
+    streams = backbone._collapse(x, residual, post, comb, aux, inputs.positions.shape[0])
+    if backbone._mtp_hidden_buffer is not None:
+        backbone._mtp_hidden_buffer[: streams.shape[0]].copy_(streams.flatten(1))
+    import vllm.models.deepseek_v41.nvidia.model as module
+
+    hidden = backbone.norm(module.hc_collapse_triton(streams, pre))
+    return hidden, [aux[layer] for layer in backbone.aux_hidden_state_layers]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("engram", [True, False])
+@pytest.mark.parametrize("drafts", [True, False])
+def test_same_bits(
+    model: Any,
+    executor: SpecializedDecode,
+    sublayers: Sublayers,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    engram: bool,
+    drafts: bool,
+) -> None:
+    """Hidden states, aux hidden states and drafts' buffer, whether the calls come from vLLM or from the executor."""
+    backbone, inputs = model.model, Inputs(model, rows)
+    count, buffers = len(backbone.layers), [torch.full((400, 4 * inputs.x.shape[1]), float("nan")) for _ in range(2)]
+    monkeypatch.setattr(backbone, "aux_hidden_state_layers", (1, 2, count - 1, count) if drafts else ())
+    monkeypatch.setattr(backbone, "_mtp_hidden_buffer", buffers[0] if drafts else None)
+    expected, expected_aux = by_vllm(model, inputs, engram)
+    expected_calls, sublayers.calls = sublayers.calls, []
+    monkeypatch.setattr(backbone, "_mtp_hidden_buffer", buffers[1] if drafts else None)
+    hashes, mask = (inputs.hashes, inputs.mask) if engram else (None, None)
+    step = step_gates(rows, executor)
+    output = step.run(inputs.x, inputs.positions, inputs.input_ids, hashes, mask)
+    hidden, aux = output if isinstance(output, tuple) else (output, [])
+    assert isinstance(output, tuple) == drafts
+    assert expected.isfinite().all() and expected.std() > 0
+    assert torch.equal(hidden, expected)
+    assert len(aux) == len(expected_aux) == (4 if drafts else 0)
+    for ours, theirs in zip(aux, expected_aux, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(buffers[0].nan_to_num(7.0), buffers[1].nan_to_num(7.0))
+    assert sublayers.calls == expected_calls
+    assert any(what == "engram" for what, _ in sublayers.calls) == engram
+
+
+def test_outputs_are_partial_within_a_step_alone(model: Any, executor: SpecializedDecode, sublayers: Sublayers) -> None:
+    """Attention and experts leave their outputs unreduced in a step, and are as vLLM made them around it."""
+    inputs = Inputs(model, 2)
+    by_vllm(model, inputs, True)
+    assert set(sublayers.flags) == {(True, False)}, "vLLM's own layers reduce"
+    sublayers.flags.clear()
+    sublayers.calls.clear()
+    step_gates(2, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    for (what, _), flags in zip([c for c in sublayers.calls if c[0] != "engram"], sublayers.flags, strict=True):
+        assert flags == ((False, False) if what == "attention" else (True, True)), what
+    layer = model.model.layers[0]
+    assert layer.attn.wo_b.reduce_results and not layer.ffn.experts.moe_config.skip_final_all_reduce
+
+
+@pytest.mark.parametrize("sublayer", ["attn", "ffn", "engram"])
+def test_error_leaves_the_model_as_it_was(
+    model: Any, executor: SpecializedDecode, sublayers: Sublayers, monkeypatch: pytest.MonkeyPatch, sublayer: str
+) -> None:
+    """An error inside vLLM's op comes out as itself, its streams are joined, and the next step is right."""
+    inputs, broken, joined = Inputs(model, 3), RuntimeError("broken"), []
+    layer = model.model.layers[1]
+    assert executor.stock is not None
+
+    def fail(*args: Any) -> Tensor:
+        raise broken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(layer, sublayer), "forward", fail)
+        patch.setattr(executor.stock, "join", lambda: joined.append(True))
+        with pytest.raises(RuntimeError) as caught:
+            step_gates(3, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    assert caught.value is broken
+    assert joined == [True]
+    assert layer.attn.wo_b.reduce_results and not layer.ffn.experts.moe_config.skip_final_all_reduce
+    expected, _ = by_vllm(model, inputs, True)
+    output = step_gates(3, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    assert torch.equal(output if isinstance(output, Tensor) else output[0], expected)
+
+
+def test_sums_over_the_ranks_once_a_sublayer(
+    model: Any, executor: SpecializedDecode, sublayers: Sublayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each boundary takes vLLM's all-reduce of the output before it, Engram layers' and the last one's included."""
+    import specialized_decode.integration.stock as stock
+
+    reduced: list[Tensor] = []
+
+    def all_reduce(x: Tensor) -> Tensor:
+        reduced.append(x)
+        return x
+
+    monkeypatch.setattr(stock, "tensor_model_parallel_all_reduce", all_reduce)
+    inputs = Inputs(model, 2)
+    step_gates(2, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    assert len(reduced) == 2 * len(model.model.layers)
+    assert len({id(x) for x in reduced}) == len(reduced)
+
+
+def test_engines_streams(model: Any, executor: SpecializedDecode) -> None:
+    """Every stream that vLLM's sublayers may fork to: its three of attention, experts' and tables' where there are."""
+    from specialized_decode.integration.stock import VllmStockOps
+
+    assert isinstance(executor.stock, VllmStockOps)
+    streams = executor.stock._streams()
+    for layer in model.model.layers:
+        assert len(layer.attn.aux_stream_list) == 3
+        assert set(layer.attn.aux_stream_list) <= set(streams)
+        shared = layer.ffn.experts.shared_experts._stream
+        assert shared is not None and shared in streams
+    assert len({stream.cuda_stream for stream in streams}) == len(streams)
+
+
+def test_bound_target(model: Any, executor: SpecializedDecode) -> None:
+    """What the executor reads of vLLM's model is vLLM's own, not a copy."""
+    target, backbone = executor.target, model.model
+    assert target.attention_class == "flashmla_sparse"
+    assert target.norm is backbone.norm.weight
+    assert (target.config.hidden_size, target.config.hc_mult) == (backbone.config.hidden_size, 4)
+    assert target.config.vocab_size == model.config.vocab_size
+    assert executor.swa_prefixes == tuple(f"model.layers.{i}.attn.swa_cache" for i in range(len(backbone.layers)))
+    for bound, layer in zip(target.layers, backbone.layers, strict=True):
+        assert bound.attn_mixer.fn is layer.hc_attn_fn and bound.ffn_mixer.fn is layer.hc_ffn_fn
+        assert bound.attn_mixer.base is layer.hc_attn_base and bound.ffn_mixer.scale is layer.hc_ffn_scale
+        assert bound.attn_norm is layer.attn_norm.weight and bound.ffn_norm is layer.ffn_norm.weight
+        assert bound.eps == layer.rms_norm_eps
+        assert (bound.attn_mixer.hc_eps, bound.attn_mixer.sinkhorn_iters) == (layer.hc_eps, layer.hc_sinkhorn_iters)
+
+
+def test_another_attention_class_is_refused_by_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+    from specialized_decode.integration.bind import build_executor
+
+    class Other(DeepseekV4FlashMLAAttention):
+        pass
+
+    monkeypatch.setattr(model.model.layers[3].attn, "__class__", Other)
+    model.specialized_decode_config = DecodeConfig()
+    with pytest.raises(UnsupportedTarget, match="attention class: found Other, flashmla_sparse, expected one of"):
+        build_executor(model)
+
+
+def test_nothing_holds_a_dropped_executor(model: Any) -> None:
+    """With the model goes the executor: neither the plugin nor vLLM's modules keep it."""
+    from specialized_decode.integration.bind import build_executor
+
+    model.specialized_decode_config = DecodeConfig()
+    model.specialized_decode = build_executor(model)
+    dropped = weakref.ref(model.specialized_decode)
+    model.specialized_decode = None
+    gc.collect()
+    assert dropped() is None
