@@ -148,3 +148,22 @@ def test_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
 
     command = environment / "bin" / "specialized-decode"
     subprocess.run([command, "--help"], cwd=tmp_path, env=variables, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_unpacked_on_the_path_is_found_by_vllm(wheel: Path, tmp_path: Path) -> None:
+    """As docs/operators.md has it for a host without pip: the metadata has to be there, too."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    script = "from importlib.metadata import entry_points as e; print(*e(group='vllm.general_plugins'), sep='\\n')"
+    # -S: nothing of this environment's own packages.
+    command = [sys.executable, "-S", "-c", script]
+    (metadata,) = tmp_path.glob("*.dist-info")
+
+    def found() -> str:
+        environment = {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, env=environment, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True)
+        return done.stdout.strip()
+
+    assert "specialized_decode.integration.plugin:register" in found()
+    metadata.rename(tmp_path / "elsewhere")
+    assert found() == ""
