@@ -49,7 +49,8 @@ class AttentionStep:
 
     tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
-    layer that publishes candidate blocks, or restricts itself to them.
+    layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
+    projection, where the next boundary's side stream is joined.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class AttentionStep:
         source: CandidateOverlap | None,
         consumer: CandidateOverlap | None,
         aux: AuxStreams,
+        before_last: Callable[[], None] = lambda: None,
     ) -> None:
+        self.before_last = before_last
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
         self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv)
@@ -164,6 +167,7 @@ class AttentionStep:
     def _output(self, out: Tensor, step: StepGates) -> Tensor:
         """Head outputs [T, heads, 512] -> [T, hidden] through the grouped low-rank projection."""
         low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups)
+        self.before_last()
         if step.low_batch and self.publisher is not None:
             return self.publisher(low, self.wo_b.prepared)
         return self.wo_b(low, step)

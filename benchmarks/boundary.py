@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,11 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    custom = _communicator()
+    with (
+        nullcontext() if custom is None else custom.capture(),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         run()
     return graph
 
@@ -307,9 +312,8 @@ def stock_reduces(rows: int) -> dict[str, Callable[[Tensor], Tensor]]:
     one_shot = _symmetric(rows)
     if one_shot is not None:
         reduces["symm_mem one-shot"] = one_shot
-    custom = _custom()
-    if custom is not None:
-        reduces["vLLM custom"] = custom
+    if _communicator() is not None:
+        reduces["vLLM custom"] = _custom
     return reduces
 
 
@@ -334,26 +338,29 @@ def _symmetric(rows: int) -> Callable[[Tensor], Tensor] | None:
 
 
 @functools.cache
-def _custom() -> Callable[[Tensor], Tensor] | None:
-    """vLLM's custom all-reduce, in the registered mode that a captured graph takes with a copy of its input."""
+def _communicator() -> Any | None:
+    """vLLM's custom all-reduce, or None where it cannot be had."""
+    if not dist.is_initialized():
+        return None
     try:
         from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-        gloo = dist.new_group(backend="gloo")
-        communicator = CustomAllreduce(gloo, torch.device("cuda", dist.get_rank()))
+        communicator = CustomAllreduce(dist.new_group(backend="gloo"), torch.device("cuda", dist.get_rank()))
     except Exception as error:
         click.echo(f"no custom all-reduce of vLLM: {type(error).__name__}: {error}", err=True)
         return None
     if communicator.disabled:
         click.echo("no custom all-reduce of vLLM: it is disabled here", err=True)
         return None
+    return communicator
 
-    def custom(x: Tensor) -> Tensor:
-        # Unregistered: copies into a buffer that the ranks share, since the chain's tensors are not registered.
-        out: Tensor = communicator.all_reduce(x, registered=False)
-        return out
 
-    return custom
+def _custom(x: Tensor) -> Tensor:
+    """vLLM's custom all-reduce, whose captures register the graph's tensors with the other ranks."""
+    communicator = _communicator()
+    assert communicator is not None
+    out: Tensor = communicator.custom_all_reduce(x)
+    return out
 
 
 # --- measuring --------------------------------------------------------------------------------------------------

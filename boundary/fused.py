@@ -32,7 +32,7 @@ class FusedBoundary:
             assert group.process_group is not None, "a group of several ranks has a process group"
             self.mailbox = PeerMailbox(hidden, max_rows, group.process_group, device, deadline)
         self._none = torch.zeros(1, dtype=torch.int64, device=device)
-        self._parts, self._warps = tuning.parts(hidden), tuning.boundary_warps(hidden)
+        self._parts = tuning.parts(hidden)
         self.index = 0
 
     def publish(self, output: Tensor) -> None:
@@ -49,7 +49,7 @@ class FusedBoundary:
             REST=self._parts.rest,
             ROWS=self.max_rows,
             RANKS=self.size,
-            num_warps=self._warps,
+            num_warps=tuning.boundary_warps(self.hidden, output.shape[0]),
             launch_pdl=True,
         )
 
@@ -117,7 +117,7 @@ class FusedBoundary:
             EARLY=rows <= tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,
-            num_warps=self._warps,
+            num_warps=tuning.boundary_warps(hidden, rows),
             launch_pdl=True,
             # So that every variant rounds alike, whatever the compiler could have fused in it.
             enable_fp_fusion=False,
@@ -184,7 +184,7 @@ class FusedCoefficients:
 
     def mean(self, residual: Tensor) -> Tensor:
         out = residual.new_empty(residual.shape[0], self.hidden)
-        parts, warps = tuning.parts(self.hidden), tuning.boundary_warps(self.hidden)
+        parts, warps = tuning.parts(self.hidden), tuning.boundary_warps(self.hidden, residual.shape[0])
         stream_mean_kernel[(residual.shape[0],)](
             residual, out, H=self.hidden, MAIN=parts.main, REST=parts.rest, num_warps=warps, launch_pdl=True
         )

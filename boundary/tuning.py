@@ -28,10 +28,16 @@ def parts(hidden: int) -> Parts:
     return Parts(main, 1 << (hidden - main - 1).bit_length())
 
 
-def boundary_warps(hidden: int) -> int:
+# Up to so many rows the launch after a boundary may start beside it. A boundary of more rows has more programs than fit
+# at once, and what started early would crowd on the few multiprocessors that are free: at 384 rows on an H200 the
+# coefficients after it took 36 us instead of 16 (2026-11-30).
+EARLY_ROWS = 128
+
+
+def boundary_warps(hidden: int, rows: int) -> int:
     """Warps of a boundary's program. At hidden 5120 in a graph chain on an H200 (2026-11-30) 16 warps take 2.85 us at 1
-    row, 3.12 at 48, 14.2 at 384; 32 warps 3.06, 3.23 and 14.2; 8 warps 15.1 at 384."""
-    return max(1, min(16, parts(hidden).main // 256))
+    row and 3.12 at 48, 32 warps 3.06 and 3.23; at 384 rows 8 warps take 13.1, 16 warps 15.8, 32 warps 13.2."""
+    return max(1, min(16 if rows <= EARLY_ROWS else 8, parts(hidden).main // 256))
 
 
 # Programs of a projection at most: two a multiprocessor of an H200. At 384 rows 8.2 us, 10.4 with one; at 48 rows 4.9
@@ -44,12 +50,6 @@ def one_launch_split(k: int) -> Split:
     with 4 warps (2026-11-29)."""
     columns = 256
     return Split(-(-k // columns), columns)
-
-
-# Up to so many rows the launch after a boundary may start beside it. A boundary of more rows has more programs than fit
-# at once, and what started early would crowd on the few multiprocessors that are free: at 384 rows on an H200 the
-# coefficients after it took 36 us instead of 16 (2026-11-30).
-EARLY_ROWS = 128
 
 
 def projection_split(k: int, rows: int) -> Split:

@@ -1,5 +1,7 @@
 """MoEStep: the schedule of one layer's MoE."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from specialized_decode.boundary import StepGates, UnfinalizedRows
@@ -12,10 +14,18 @@ from specialized_decode.moe.views import MoEView
 class MoEStep:
     """One layer's MoE in a captured step: low-batch up to `max_rows` rows, the stock path otherwise.
 
-    gemm: None keeps the layer on the stock path, as a routing hook does.
+    gemm: None keeps the layer on the stock path, as a routing hook does; before_last: called ahead of the routed
+    experts, the low-batch path's last launches, where the next boundary's side stream is joined.
     """
 
-    def __init__(self, ffn: MoEView, gemm: RoutedExpertGemms | None, max_rows: int) -> None:
+    def __init__(
+        self,
+        ffn: MoEView,
+        gemm: RoutedExpertGemms | None,
+        max_rows: int,
+        before_last: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.before_last = before_last
         self.ffn, self.gemm, self.max_rows = ffn, gemm, max_rows
         if gemm is not None:
             self.gate = boundary_reference.prepare(ffn.gate.weight, ffn.gate.scale)
@@ -37,4 +47,5 @@ class MoEStep:
         ids, weights = reference.select_experts(logits, ffn.bias, ffn.image_bias, input_ids, ffn.topk, ffn.scaling)
         up = boundary_reference.project(x, self.shared_up)
         shared = boundary_reference.project(reference.swiglu(up, ffn.limit), self.shared_down)
+        self.before_last()
         return UnfinalizedRows(self.gemm(x, ids), weights, shared)

@@ -206,6 +206,7 @@ class SpecializedDecode:
         for plan in self.layers:
             x, quant, state = self._enter(plan, x, state, step, mask, aux)
             state.pending = plan.attention.run(x, quant, positions, step)
+            # Unless the sublayer has, a launch earlier: a boundary is delayed by a join right before it.
             self.boundaries.join()
             x, _, _ = self.boundaries.sublayer(plan.layer, True, state, step)
             state.pending = plan.moe.run(x, input_ids, step)
@@ -257,6 +258,9 @@ class SpecializedDecode:
             hidden = boundary_reference.rms_norm(collapsed, self.target.norm, self.target.config.rms_norm_eps)
         wanted = self.target.aux_layers
         return (hidden, [aux[layer] for layer in wanted]) if wanted else hidden
+
+    def _join_boundaries(self) -> None:
+        self.boundaries.join()
 
     def side_streams(self) -> list[SideStream]:
         """Every stream that a step may fork to."""
@@ -340,7 +344,7 @@ class SpecializedDecode:
             gemms = build_routed_expert_gemms([layer.ffn for layer in layers])
         plans = []
         for layer, attention, gemm in zip(layers, attentions, gemms, strict=True):
-            moe = MoEStep(layer.ffn, gemm, self.gates.low_batch)
+            moe = MoEStep(layer.ffn, gemm, self.gates.low_batch, self._join_boundaries)
             engram = layer.engram if layer.layer_id > 0 else None
             plans.append(LayerPlan(layer.layer_id, layer, attention, moe, engram))
         return plans
@@ -363,6 +367,7 @@ class SpecializedDecode:
                 source=self.candidates if indexer is not None and indexer.candidate_source else None,
                 consumer=self.candidates if indexer is not None and indexer.candidate_consumer else None,
                 aux=self.aux_streams,
+                before_last=self._join_boundaries,
             )
             steps.append(step)
         return steps

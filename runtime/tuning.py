@@ -4,7 +4,7 @@ A number stands here with its measurement. Until a family's kernels are measured
 reference ops are tested at, and says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,9 +26,13 @@ class GateRows:
     engram_prefetch: int
 
 
-# Not measured: no family has kernels of its own yet, and the reference ops' times say nothing about them.
+# Not measured: the reference ops' times say nothing about kernels.
 _UNMEASURED = GateRows(mhc_overlap=48, low_batch=8, overlap=48, engram_prefetch=48)
-GATES = {"cpu": _UNMEASURED, "hopper": _UNMEASURED, "blackwell": _UNMEASURED}
+# Hopper's mhc_overlap: on an H200 the coefficients cost a step of 80 sublayers less beside them than before them at 1,
+# 8 and 48 rows (-45, 79, 220 against 465, 619, 757 us), more at 384 (1375 against 1092); 2026-11-30,
+# docs/benchmarks.md. No row count between was tried, and no other gate has kernels behind it.
+_HOPPER = replace(_UNMEASURED, mhc_overlap=48)
+GATES = {"cpu": _UNMEASURED, "hopper": _HOPPER, "blackwell": _UNMEASURED}
 
 
 def gpu_family(device: torch.device) -> str:

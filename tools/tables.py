@@ -91,6 +91,10 @@ def _boundary_table(result: dict[str, Any]) -> str:
             costs = [run.get("step_cost_us", {}).get(mode) for run in runs]
             texts = ["" if cost is None else f"{cost:.1f}" for cost in costs]
             lines.append([f"coefficients {mode}: us more a step of 80 sublayers", *texts])
+        paths = [run.get("critical_path_us") for run in runs]
+        if any(path is not None for path in paths):
+            texts = ["" if path is None else f"{path:.2f}" for path in paths]
+            lines.append(["sublayer, coefficients none, less no boundary", *texts])
         first = runs[0]
         versions = [result["device"], f"torch {first['torch']}"] + ([f"vLLM {first['vllm']}"] if first["vllm"] else [])
         said = (
@@ -98,7 +102,19 @@ def _boundary_table(result: dict[str, Any]) -> str:
             f"{result['hidden_size']}. {', '.join(versions)}; commit {_short(first['commit'])}."
         )
         blocks.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n")
+        if "timeline" in first:
+            blocks.append(_timeline(first))
     return "\n".join(blocks)
+
+
+def _timeline(run: dict[str, Any]) -> str:
+    """The Markdown of the kernels around a few sublayers, in the order of their start."""
+    lines = [[f"kernel, {run['rows']} rows", "start, us", "end, us"], ["---"] * 3]
+    for kernel in run["timeline"]:
+        name = re.split("[<(]", kernel["kernel"].removeprefix("void "))[0]
+        lines.append([f"`{name}`", f"{kernel['start_us']:.2f}", f"{kernel['end_us']:.2f}"])
+    said = "The same commit: kernels of *sublayer, coefficients side* by a profiler, which slows them a little."
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 
 
 def _vllm_table(result: dict[str, Any]) -> str:

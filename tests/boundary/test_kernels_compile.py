@@ -45,7 +45,8 @@ BOUNDARY = {
 PUBLISH = {"pending": "*bf16", "mailboxes": "*i64", "generations": "*i64", "index": "i32", "rank": "i32"}
 MIXES = {"pre_out": "*fp32", "post_out": "*fp32", "comb_out": "*fp32", "rms_eps": "fp32", "hc_eps": "fp32"}
 WIDTHS = {"H": HIDDEN, "MAIN": tuning.parts(HIDDEN).main, "REST": tuning.parts(HIDDEN).rest}
-WARPS = tuning.boundary_warps(HIDDEN)
+WARPS = tuning.boundary_warps(HIDDEN, 1)
+WARPS_OF_MANY = tuning.boundary_warps(HIDDEN, MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def boundary(
         "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "EARLY": early,
         "FULL": full, "QUANTIZE": quantize,
     }  # fmt: skip
-    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, WARPS)
+    warps = WARPS if early else WARPS_OF_MANY
+    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, warps)
 
 
 def mixes(k: int, rows: int) -> dict[str, Variant]:
@@ -106,7 +108,8 @@ def variants() -> dict[str, Variant]:
     found = {
         "boundary": boundary(1),
         "boundary, settled": boundary(1, settled=True),
-        "boundary, many rows": boundary(1, settled=True, early=False),
+        "boundary, many rows, unfinalized, quantized": boundary(1, 6, early=False, quantize=True),
+        "boundary, many rows, 8 ranks, unfinalized, quantized": boundary(8, 6, early=False, quantize=True),
         "boundary, settled, unfinalized, quantized": boundary(1, 6, settled=True, quantize=True),
         "boundary, settled, 2 ranks, unfinalized": boundary(2, 6, settled=True),
         "boundary, settled, 8 ranks, published, quantized": boundary(8, settled=True, published=True, quantize=True),

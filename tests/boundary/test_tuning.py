@@ -34,16 +34,18 @@ def test_parts() -> None:
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_warps(hidden: int) -> None:
-    warps = tuning.boundary_warps(hidden)
+@pytest.mark.parametrize("rows", [1, tuning.EARLY_ROWS, tuning.EARLY_ROWS + 1, 384])
+def test_warps(hidden: int, rows: int) -> None:
+    warps = tuning.boundary_warps(hidden, rows)
     assert power_of_two(warps) and 1 <= warps <= 32
     # A thread has at least one column, and no more than its registers hold of four streams.
-    assert 1 <= sum(tuning.parts(hidden)) // (32 * warps) <= 16
+    assert 1 <= sum(tuning.parts(hidden)) // (32 * warps) <= 32
 
 
 def test_warps_grow_with_the_width() -> None:
-    warps = [tuning.boundary_warps(hidden) for hidden in range(MIN_HIDDEN, MAX_HIDDEN + 1, 32)]
-    assert warps == sorted(warps)
+    for rows in (1, 384):
+        warps = [tuning.boundary_warps(hidden, rows) for hidden in range(MIN_HIDDEN, MAX_HIDDEN + 1, 32)]
+        assert warps == sorted(warps)
 
 
 @pytest.mark.parametrize("k", COLUMNS)
