@@ -170,7 +170,9 @@ def test_no_cuda_device_in_a_process_of_its_own(run: Run) -> None:
 def test_device_that_the_executor_cannot_run_on(
     invoke: Invoke, small_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specialized_decode.runtime.executor._refusals", lambda backbone: ["no such GPU", "and more"])
+    monkeypatch.setattr(
+        "specialized_decode.runtime.executor._refusals", lambda backbone, config: ["no such GPU", "and more"]
+    )
     result = invoke("decode", small_folder, "--prompt", "a", "--tokens", 1)
     assert result.exit_code == 1
     assert result.stderr == "Error: decode_backend=latency_specialized cannot run here: no such GPU; and more\n"
