@@ -7,7 +7,10 @@ from tests.cli.conftest import Invoke, refused
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "decode": ("--prompt", "--tokens", "--rows", "--device", "--context", "--kernels"),
-    "make-checkpoint": ("--preset", "--layers", "--experts", "--shard-tp", "--drafts", "--seed", "--replace"),
+    "make-checkpoint": (
+        *("--preset", "--layers", "--experts", "--shard-tp", "--drafts", "--seed"),
+        *("--no-weights", "--workers", "--replace"),
+    ),
     "doctor": ("--deployment", "--tp", "--vllm-args", "--json"),
 }
 
