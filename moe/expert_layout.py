@@ -26,9 +26,10 @@ There are no zero points. Read for this: vllm 0.33.0 (quantization/mxfp4.py, fus
 fused_moe/routed_experts.py, quantization/utils/humming/) and humming-kernels 0.1.19 (transform.py, config/config.py,
 schema/mxfp4.py, kernel/, include/humming/kernel/process.cuh and process_mxfp4.cuh, datatype/dequant_fused.cuh).
 
-Held against both on the CPU, Humming's two kernels compiled for the host (tests/integration/test_expert_layout.py).
-What only tests/moe/test_gpu_expert_layout.py shows, and no GPU has run it yet: that those kernels do the same on the
-device, subnormal numbers included, and that CUDA's 2**x is exact down to weight_scale_2 = 2**-128.
+Held against both on a CPU, bit for bit, Humming's two kernels compiled for the host
+(tests/integration/test_expert_layout.py). Unverified until tests/moe/test_gpu_expert_layout.py has run, and it has not:
+that those kernels do the same on the device, subnormal numbers included; that CUDA's 2**x is exact, down to
+weight_scale_2 = 2**-128; and that Humming's GEMM multiplies by the weights as given in 3, as its source reads.
 """
 
 from dataclasses import dataclass, fields
@@ -219,8 +220,8 @@ def rebase(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift = (raised - scales).clamp_max(_SHIFTS - 1).repeat_interleave(GROUP, -1)
     table = torch.tensor(_REQUANTIZED, dtype=torch.uint8, device=codes.device)
     codes = table.index_select(0, (shift * 16 + codes).flatten().int()).view(codes.shape)
-    # In float64, where neither the power nor the division by 2 is subnormal.
-    value = torch.ldexp(torch.ones_like(base, dtype=torch.float64), base.int() - 128)
+    # A float64 made of its exponent: exact on every device, also where the float32 is subnormal.
+    value = (base.long() - 128 + 1023 << 52).view(torch.float64)
     return codes, raised - base[:, None, None] + 1, value.float()
 
 
@@ -238,7 +239,7 @@ _REQUANTIZED = tuple(_requantized(shift, code) for shift in range(_SHIFTS) for c
 
 def _pack(name: str, packed: Tensor, scales: Tensor, shape: Projection) -> PackedWeight:
     """One projection: Humming's padding, then rebase, then order."""
-    _check_scales(name, scales, padded=shape.rows > scales.shape[1])
+    _check_scales(name, scales)
     rows, columns = shape.rows - packed.shape[1], shape.columns - 2 * packed.shape[2]
     widest = scales.amax(2, keepdim=True).expand(-1, -1, columns // GROUP)
     scales = pad(torch.cat((scales, widest), 2), (0, 0, 0, rows), value=127)
@@ -274,7 +275,7 @@ def _deinterleave(weight: Tensor, shape: Projection) -> Tensor:
         len(weight), shape.columns // 64, shape.rows // 16, 8, 4, 2, 2, LANE_WORDS
     )  # expert; column tile, row tile, row, quad; column half, row half; byte
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(7)
-    codes = nibbles.unflatten(7, (2, 4)) & 7 | (nibbles.unflatten(7, (4, 2)) & 8).transpose(7, 8)
+    codes: Tensor = nibbles.unflatten(7, (2, 4)) & 7 | (nibbles.unflatten(7, (4, 2)) & 8).transpose(7, 8)
     return codes.permute(0, 2, 6, 3, 1, 5, 7, 4, 8).reshape(len(weight), shape.rows, shape.columns)
 
 
@@ -305,15 +306,13 @@ def _sizes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tupl
     return hidden, width
 
 
-def _check_scales(name: str, scales: Tensor, padded: bool) -> None:
+def _check_scales(name: str, scales: Tensor) -> None:
     """Refuses scales that Humming cannot rebase; reads them back from the device."""
     flat = scales.flatten(1)
     ends = torch.stack((flat.amin(1), flat.amax(1)), 1).tolist()
     for expert, (low, high) in enumerate(ends):
         if high == 255:
             raise ValueError(f"{name}: expert {expert} has a NaN scale")
-        # Rows of padding have the scale 1.
-        high = max(high, 127) if padded else high
         if high - SPAN - low >= SHIFT_LIMIT:
             raise ValueError(
                 f"{name}: expert {expert} has scales from 2**{low - 127} to 2**{high - 127}, further apart than "

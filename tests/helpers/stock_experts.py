@@ -1,5 +1,6 @@
 """Experts in the checkpoint's form with scales of every kind, and what vLLM's Humming backend makes of them."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.moe.expert_layout import HummingExperts, Mxfp4Experts
+from specialized_decode.moe.expert_layout import HummingExperts, Mxfp4Experts, PackedWeight
 
 # The widths of a rank at TP 1, 2, 4 and 8.
 WIDTHS = (2304, 1152, 576, 288)
@@ -49,7 +50,7 @@ def as_loaded(experts: Mxfp4Experts) -> dict[str, Tensor]:
     round_up = mxfp4.mxfp4_round_up_hidden_size_and_intermediate_size
     hidden, rounded = round_up(mxfp4.Mxfp4MoeBackend.HUMMING, hidden, width)
     assert hidden == experts.w2.shape[1]
-    parameters = {}
+    parameters: dict[str, Tensor] = {}
     for suffix, columns in (("", 2), ("_scale", 32)):
         w13 = experts.w13.new_zeros(count, 2, rounded, hidden // columns)
         w13[:, :, :width] = getattr(experts, "w13" + suffix).unflatten(1, (2, width))
@@ -82,6 +83,13 @@ def convert(parameters: dict[str, Tensor], patch: pytest.MonkeyPatch) -> Any:
     backend = mxfp4.Mxfp4MoeBackend.HUMMING
     mxfp4.convert_weight_to_mxfp4_moe_kernel_format(backend, layer, *weights, activation_key=kMxfp8Dynamic)
     return layer
+
+
+def bound(layer: Any, hidden: int, width: int) -> HummingExperts:
+    """The layer's own tensors, of a rank's unpadded `width`."""
+    names = [field.name for field in fields(PackedWeight)]
+    w13, w2 = (PackedWeight(*(getattr(layer, f"{part}_{name}").data for name in names)) for part in ("w13", "w2"))
+    return HummingExperts(w13, w2, hidden, width)
 
 
 def assert_same_tensors(packed: HummingExperts, layer: Any) -> None:

@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 
 from specialized_decode.backbone.presets import CheckpointPlan
 from specialized_decode.backbone.writer import tiny_plan, write_checkpoint
-from specialized_decode.moe.expert_layout import pack, projections
-from tests.helpers.stock_experts import SCALES, WIDTHS, as_loaded, assert_same_tensors, convert, random_experts
+from specialized_decode.moe.expert_layout import pack, projections, unpack
+from tests.helpers.stock_experts import SCALES, WIDTHS, as_loaded, assert_same_tensors, bound, convert, random_experts
 from tests.integration import vllm_model
 from tests.integration.humming_host import HostHumming
 
@@ -39,7 +39,10 @@ def test_as_converted(
     with humming.running():
         layer = convert(as_loaded(experts), monkeypatch)
     assert humming.launched == 2 * ["process_mxfp4_w4a8", "weight_repack_nk"]
-    assert_same_tensors(pack(*vars(experts).values()), layer)
+    packed = pack(*vars(experts).values())
+    assert_same_tensors(packed, layer)
+    held = unpack(bound(layer, hidden, width))
+    assert all(torch.equal(*pair) for pair in zip(vars(held).values(), vars(unpack(packed)).values(), strict=True))
 
 
 def test_padding(humming: HostHumming, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,7 +309,8 @@ def test_refused_tensors() -> None:
     packed = _packed(_zeros(128, 96))
 
     def bound(name: str, **changes: Tensor) -> HummingExperts:
-        return replace(packed, **{name: PackedWeight(**(vars(getattr(packed, name)) | changes))})
+        changed: Any = {name: PackedWeight(**(vars(getattr(packed, name)) | changes))}
+        return replace(packed, **changed)
 
     assert bound("w13").count == 2
     with pytest.raises(
