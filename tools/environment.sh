@@ -122,8 +122,8 @@ setup_vllm() {
         # shellcheck disable=SC2034
         vllm_python=$checkout/.venv-vllm/bin/python
     fi
-    # The tests stand in for the driver's library, which they compile.
-    command -v cc > /dev/null || apt_install gcc libc6-dev
+    # The tests compile a stand-in for the driver's library, and Humming's weight kernels for the host.
+    { command -v cc && command -v c++; } > /dev/null || apt_install g++ libc6-dev
 }
 
 # setup_bazel: sets the array `bazel` to a Bazel 7 that can load this repository; fails where there is none.
