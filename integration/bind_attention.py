@@ -4,7 +4,7 @@ No cache and no metadata is held: vLLM binds them anew for each KV cache, the th
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from vllm.forward_context import get_forward_context
@@ -30,7 +30,8 @@ class BoundCache(BoundRing):
     max_seq_len: int
 
 
-class BoundCaches(NamedTuple):
+@dataclass(frozen=True)
+class BoundCaches:
     """See LayerCaches."""
 
     window: BoundCache

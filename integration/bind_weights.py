@@ -27,7 +27,7 @@ class CheckpointForm:
     scale: Tensor
 
     @classmethod
-    def of(cls, name: str, layer: nn.Module) -> "CheckpointForm":
+    def of(cls, name: str, layer: Any) -> "CheckpointForm":
         """A copy of a layer that vLLM has loaded and not repacked.
 
         vLLM holds a block's scale once a row. Raises RuntimeError, naming the layer, for any other form.
@@ -61,7 +61,7 @@ class PreparedWeights:
 
     @classmethod
     def watch(cls, model: nn.Module) -> "PreparedWeights":
-        """model: vLLM's model, built and not loaded. Copies each of its dense FP8 layers when vLLM is about to repack it."""
+        """model: vLLM's, built and not loaded. Its dense FP8 layers are each copied when vLLM is about to repack it."""
         prepared = cls()
         for name, layer in dense_fp8_layers(model):
             prepared._keep_before_repack(name, layer)

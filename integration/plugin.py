@@ -118,13 +118,13 @@ SWITCHES = {"decode_kernels": False, "decode_reference_ops": False, "decode_prep
 
 
 def switches(vllm_config: Any) -> dict[str, bool]:
-    """The values of SWITCHES. Raises ValueError for one that is no bool, and for reference ops without their weights."""
+    """The values of SWITCHES. Raises ValueError for one that is no bool, or for reference ops without their weights."""
     values = {name: _options(vllm_config).get(name, default) for name, default in SWITCHES.items()}
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"additional_config: {name}: found {value!r}, expected true or false")
     if values["decode_reference_ops"] and not values["decode_prepared_weights"]:
-        raise ValueError("additional_config: decode_prepared_weights: found False, expected true: reference ops read them")
+        raise ValueError("additional_config: decode_prepared_weights: found False, which decode_reference_ops reads")
     return values
 
 

@@ -60,7 +60,7 @@ class DecodeConfig:
     run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve. They
     are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md). stock: what no kernel
     of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops, for checks;
-    prepared_weights: an engine that repacks its dense weights may keep a second copy of them for our ops, as released."""
+    prepared_weights: an engine that repacks its dense weights may keep a copy of them as released, for our own ops."""
 
     autotune: bool = False
     jit_warmup: bool = True

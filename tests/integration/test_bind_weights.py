@@ -1,4 +1,4 @@
-"""The views of vLLM's layers hold, byte for byte, what the checkpoint's folder does, after vLLM has repacked its layers.
+"""The views of vLLM's layers hold, byte for byte, what the checkpoint's folder does, after vLLM repacked the layers.
 
 vLLM's model is built and loaded on the CPU by its own loader. The other side is the plain model, which reads the same
 folder. Humming's repacking needs a GPU; a stand-in does what it does to a layer: parameters deleted, others in place.
@@ -176,7 +176,7 @@ def test_every_kind_of_layer_is_among_them(target: Any) -> None:
 
 
 def test_only_dense_fp8_layers_are_copied(model: Any, target: Any) -> None:
-    """Norms, BF16 layers, mHC and experts are vLLM's own tensors; of repacked layers there is a copy of the size said."""
+    """Norms, BF16 layers, mHC and experts are vLLM's own tensors; repacked layers have a copy, of the bytes said."""
     prepared = model._specialized_decode_prepared
     for bound, layer in zip(target.layers, model.model.layers, strict=True):
         assert bound.attn.q_norm is layer.attn.q_norm.weight
@@ -214,7 +214,7 @@ def test_dummy_weights_are_copied_too(loaded: Loaded) -> None:
 
     built = loaded.build()
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(built, loaded.config.model_config)
-    layers = dict(dense_fp8_layers(built.model))
+    layers: dict[str, Any] = dict(dense_fp8_layers(built.model))
     before = {name: (layer.weight.clone(), layer.weight_scale.clone()) for name, layer in layers.items()}
     process(built)
     assert len(layers) == len(built._specialized_decode_prepared) > 0
