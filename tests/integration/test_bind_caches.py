@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 ROOT = Path(__file__).absolute().parents[2]
 CHECKS = ("write_like_vllm", "compress_like_vllm", "read_like_vllm", "decode_like_the_plain_model")
 

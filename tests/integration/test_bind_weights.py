@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("vllm")
-
 from specialized_decode.backbone.model import load_model
 from specialized_decode.integration import plugin
 from specialized_decode.runtime import DecodeConfig, UnsupportedTarget

@@ -8,8 +8,9 @@ from types import ModuleType
 import pytest
 
 from specialized_decode.integration import contract
-from specialized_decode.integration.contract import CONTRACT, TESTED, Internal
+from specialized_decode.integration.contract import TESTED
 from specialized_decode.integration.facts import Software, installed
+from specialized_decode.integration.internals import CONTRACT, Internal
 
 
 @pytest.mark.parametrize("internal", CONTRACT, ids=str)
