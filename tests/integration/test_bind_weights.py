@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from specialized_decode.backbone.model import load_model
 from specialized_decode.integration import plugin
+from specialized_decode.integration.memory import prepared_bytes
 from specialized_decode.runtime import DecodeConfig, UnsupportedTarget
 from tests.integration import vllm_model
 
@@ -192,6 +193,8 @@ def test_only_dense_fp8_layers_are_copied(model: Any, target: Any) -> None:
     dense += [layer.engram.wkv for layer in target.layers if layer.engram is not None]
     assert len(prepared) == len(dense)
     assert prepared.nbytes == sum(linear.weight.nbytes + linear.scale.nbytes for linear in dense)
+    # What the deployment check made room for.
+    assert prepared.nbytes == prepared_bytes(model.config, 1)
 
 
 def test_what_vllm_dequantized_is_the_copys_values(model: Any, target: Any) -> None:
