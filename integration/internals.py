@@ -126,7 +126,6 @@ CONTRACT: list[Internal] = [
         signature="(self, positions, hidden_states, llama_4_scaling=None)",
     ),
     Internal(SWA, "DeepseekV4SWACache", attributes=("prefix", "kv_cache")),
-    Internal("vllm.v1.attention.backends.mla.sparse_swa", "DeepseekSparseSWAMetadata", attributes=("num_prefills",)),
     Internal(
         "vllm.model_executor.layers.linear",
         "RowParallelLinear.forward",
@@ -297,7 +296,7 @@ CONTRACT: list[Internal] = [
     Internal(
         SWA,
         "DeepseekSparseSWAMetadata",
-        attributes=("slot_mapping", "block_table", "token_to_req_indices", "query_start_loc"),
+        attributes=("num_prefills", "slot_mapping", "block_table", "token_to_req_indices", "query_start_loc"),
     ),
     Internal(
         "vllm.models.deepseek_v41.sparse_mla",
