@@ -246,6 +246,26 @@ def test_without_copies_our_ops_are_refused(model: Any, monkeypatch: pytest.Monk
         _ = target.layers[3].attn.wq_b.weight
 
 
+@pytest.mark.parametrize("change", ["class", "records"])
+def test_blackwells_caches_are_refused_by_name(model: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Our own ops read Hopper's caches. FlashInfer's class, and other records, bind and are named."""
+    from vllm.models.deepseek_v41.nvidia.flashinfer_sparse import DeepseekV4FlashInferMLAAttention
+
+    from specialized_decode.integration.bind import build_executor
+
+    for layer in model.model.layers:
+        if change == "class":
+            monkeypatch.setattr(layer.attn, "__class__", DeepseekV4FlashInferMLAAttention)
+        else:
+            monkeypatch.setattr(layer.attn, "kv_mxfp8", True)
+    reason = {
+        "class": "attention class: found flashinfer_sparse, expected flashmla_sparse",
+        "records": "KV cache records: found another form",
+    }
+    with pytest.raises(UnsupportedTarget, match=reason[change]):
+        build_executor(model)
+
+
 def test_experts_in_another_form_stay_on_vllms_path(target: Any) -> None:
     from specialized_decode.moe import RoutedExpertGemms
 
