@@ -5,7 +5,14 @@ from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
 from specialized_decode.attention.projections import LowBatchLinear
 from specialized_decode.attention.step import AttentionStep, StockAttention
-from specialized_decode.attention.views import AttentionView, CacheView, CompressorView, IndexerView, LayerCaches
+from specialized_decode.attention.views import (
+    AttentionView,
+    CacheView,
+    CompressorView,
+    IndexerView,
+    LayerCaches,
+    RingView,
+)
 
 __all__ = [
     "AttentionStep",
@@ -16,6 +23,7 @@ __all__ = [
     "IndexerView",
     "LayerCaches",
     "LowBatchLinear",
+    "RingView",
     "SparseIndexTables",
     "SparseMlaDecode",
     "StockAttention",

@@ -30,14 +30,14 @@ class SparseIndexTables:
 
     def window(self, attn: AttentionView, meta: CacheView, positions: Tensor) -> Tensor:
         """[T, window] slots of the sliding window, -1 where it is empty."""
-        key = ("window", attn.window_size, id(meta))
+        key = ("window", attn.window_size, meta)
         if key not in self._tables:
             self._put(key, reference.window_slots(meta, positions, attn.window_size))
         return self._tables[key]
 
     def selected(self, attn: AttentionView, meta: CacheView, window: CacheView) -> Tensor:
         """[T, topk] slots of the positions that the layer's index source selected, -1 padded."""
-        key = ("selected", attn.index_source, id(meta))
+        key = ("selected", attn.index_source, meta)
         if key not in self._tables:
             rows = window.slot_mapping.shape[0]
             states = attn.selection.topk_indices[:rows]

@@ -8,7 +8,7 @@ holds `states` rows of 128 FP8, then `states` float32 scales.
 import torch
 from torch import Tensor
 
-from specialized_decode.attention.views import CacheView, CompressorView
+from specialized_decode.attention.views import CacheView, CompressorView, RingView
 
 FP8_MAX = 448.0
 NOPE, ROPE, KV_BLOCK = 448, 64, 64
@@ -107,7 +107,7 @@ def read_kv(cache: Tensor, slots: Tensor) -> Tensor:
     return torch.cat((nope, data[..., NOPE:].contiguous().view(torch.bfloat16).float()), -1)
 
 
-def compress(compressor: CompressorView, kv_score: Tensor, positions: Tensor, ring: CacheView | None) -> Tensor:
+def compress(compressor: CompressorView, kv_score: Tensor, positions: Tensor, ring: RingView | None) -> Tensor:
     """kv_score [T, ratio * 512] float32 -> latents [T, 512] bfloat16, right where a row closes its group.
 
     Ratio 2: pools the row with the one before it, per dimension, by the softmax of their scores. The row before a

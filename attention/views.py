@@ -7,25 +7,34 @@ from torch import Tensor
 from specialized_decode.boundary import LinearView
 
 
-class CacheView(Protocol):
-    """How a batch of T tokens reads and writes one paged cache.
+class RingView(Protocol):
+    """How a batch of T tokens of R requests writes a cache of one page a request.
 
-    slot_mapping: [T] int64, block * states + state, -1 for no write; block_table: [R, n] int32; token_to_req: [T]
-    int32; query_start_loc: [R + 1] int32; `states` of a page and `max_seq_len` in tokens are host numbers.
+    slot_mapping: [T] int64, block * states + state, -1 for no write; token_to_req: [T] int32; query_start_loc: [R + 1]
+    int32; `states` of a page is a host number.
     """
 
     @property
     def states(self) -> int: ...
     @property
-    def max_seq_len(self) -> int: ...
-    @property
     def slot_mapping(self) -> Tensor: ...
-    @property
-    def block_table(self) -> Tensor: ...
     @property
     def token_to_req(self) -> Tensor: ...
     @property
     def query_start_loc(self) -> Tensor: ...
+
+
+class CacheView(RingView, Protocol):
+    """How a batch reads and writes one paged cache.
+
+    block_table: [R, n] int32; `max_seq_len` in tokens is a host number. Two views are equal where their parts are the
+    same objects: what is derived from one then serves the other.
+    """
+
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def block_table(self) -> Tensor: ...
 
 
 class LayerCaches(Protocol):
@@ -38,7 +47,7 @@ class LayerCaches(Protocol):
     @property
     def index(self) -> CacheView | None: ...
     @property
-    def ring(self) -> CacheView | None: ...
+    def ring(self) -> RingView | None: ...
 
 
 class CompressorView(Protocol):

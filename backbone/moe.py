@@ -32,6 +32,8 @@ def rank_experts(biased: Tensor) -> Tensor:
 class Experts:
     """Routed experts: w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 (gate rows first), scales UE8M0 per 32 along K."""
 
+    layout = "checkpoint"
+
     def __init__(self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
         self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
         self.count = w13.shape[0]

@@ -14,6 +14,7 @@ import torch
 
 from specialized_decode.boundary.select import unreachable
 from specialized_decode.integration import contract, memory
+from specialized_decode.integration.plugin import switches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -166,7 +167,7 @@ class Deployment:
             changing_weights=_changing_weights(config),
             memory_fraction=config.cache_config.gpu_memory_utilization,
             weights=memory.weight_bytes(text, tp, _draft_layers(config)),
-            prepared=memory.prepared_bytes(text, tp),
+            prepared=memory.prepared_bytes(text, tp) if switches(config)["decode_prepared_weights"] else 0,
         )
 
 

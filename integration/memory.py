@@ -9,14 +9,14 @@ _BF16 = 2
 
 
 def prepared_bytes(text: Any, tp: int) -> int:
-    """A second copy of the dense weights that low-batch steps read: attention, shared experts, Engram's WKV.
+    """A second copy of the dense FP8 weights: attention, indexers, shared experts, Engram's WKV.
 
     text: the text model's configuration, under the release's names.
     """
     layers = text.num_hidden_layers
     per_layer = _attention_weights(text, tp) + _shared_expert_weights(text, tp)
     wkv = len(text.engram_layer_ids) * _engram_weights(text, tp)
-    return round(_FP8 * (layers * per_layer + wkv))
+    return round(_FP8 * (layers * per_layer + wkv + _indexer_weights(text)))
 
 
 def weight_bytes(text: Any, tp: int, draft_layers: int) -> int:
@@ -43,6 +43,11 @@ def _attention_weights(text: Any, tp: int) -> float:
     wo_a = text.o_lora_rank * heads
     wo_b = text.hidden_size * text.o_groups * text.o_lora_rank
     return float(fused + (heads * text.q_lora_rank + wo_a + wo_b) / tp)
+
+
+def _indexer_weights(text: Any) -> float:
+    """All indexers' queries, on every rank."""
+    return float(len(text.index_source_layer_ids) * text.index_n_heads * text.index_head_dim * text.q_lora_rank)
 
 
 def _shared_expert_weights(text: Any, tp: int) -> float:

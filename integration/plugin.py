@@ -81,6 +81,7 @@ def hook_model(module: Any) -> None:
         missing.append("specialized_decode_config")
     if not missing:
         module.specialized_decode_config = _config(module.specialized_decode_config)
+        model.__init__ = _init(model.__init__)
         model.build_specialized_decode = _build(model.build_specialized_decode)
         model.get_model_state_cls = _model_state_cls(model.get_model_state_cls)
     elif model is not None:
@@ -111,12 +112,20 @@ def backend(vllm_config: Any) -> str:
     return str(value)
 
 
-def wants_kernels(vllm_config: Any) -> bool:
-    """Whether `decode_kernels` asks for our kernels; off by default until they have been shown to be faster."""
-    value = _options(vllm_config).get("decode_kernels", False)
-    if not isinstance(value, bool):
-        raise ValueError(f"additional_config: decode_kernels: found {value!r}, expected true or false")
-    return value
+# The executor's switches in additional_config, and their defaults.
+# Kernels are off by default until they have been shown to be faster; reference ops are for checks.
+SWITCHES = {"decode_kernels": False, "decode_reference_ops": False, "decode_prepared_weights": True}
+
+
+def switches(vllm_config: Any) -> dict[str, bool]:
+    """The values of SWITCHES. Raises ValueError for one that is no bool, or for reference ops without their weights."""
+    values = {name: _options(vllm_config).get(name, default) for name, default in SWITCHES.items()}
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"additional_config: {name}: found {value!r}, expected true or false")
+    if values["decode_reference_ops"] and not values["decode_prepared_weights"]:
+        raise ValueError("additional_config: decode_prepared_weights: found False, which decode_reference_ops reads")
+    return values
 
 
 def _options(vllm_config: Any) -> Mapping[str, Any]:
@@ -136,9 +145,29 @@ def _config(stock: Any) -> Any:
 
         from specialized_decode.integration.config import deployment_config
 
-        return dataclasses.replace(deployment_config(vllm_config), kernels=wants_kernels(vllm_config))
+        values = switches(vllm_config)
+        return dataclasses.replace(
+            deployment_config(vllm_config),
+            kernels=values["decode_kernels"],
+            stock=not values["decode_reference_ops"],
+            prepared_weights=values["decode_prepared_weights"],
+        )
 
     return specialized_decode_config
+
+
+def _init(stock: Any) -> Any:
+    """Around the model's constructor: the model is not loaded yet."""
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if _ours(self.specialized_decode_config):
+            from specialized_decode.integration.bind import prepare_weights
+
+            prepare_weights(self)
+
+    return __init__
 
 
 def _build(stock: Any) -> Any:

@@ -33,6 +33,8 @@ class RoutedExpertGemms:
     def refusal(ffn: MoEView) -> str | None:
         """Why `ffn`'s experts cannot take the low-batch path, or None."""
         experts = ffn.experts
+        if experts.layout != "checkpoint":
+            return f"experts are in the form of {experts.layout}, expected the checkpoint's"
         for name, weight, scale in (("w13", experts.w13, experts.w13_scale), ("w2", experts.w2, experts.w2_scale)):
             if weight.element_size() != 1:
                 return f"{name} is {weight.dtype}, expected packed FP4 bytes"

@@ -10,7 +10,11 @@ from specialized_decode.boundary import LinearView
 
 class ExpertsView(Protocol):
     """Routed experts in place: w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 with the low nibble first and gate rows
-    before up rows; scales UE8M0, one per 32 along K."""
+    before up rows; scales UE8M0, one per 32 along K. layout: "checkpoint" where they are in that form, else who holds
+    them in a form of its own."""
+
+    @property
+    def layout(self) -> str: ...
 
     @property
     def count(self) -> int: ...

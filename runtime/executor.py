@@ -59,12 +59,14 @@ class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
     run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve. They
     are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md). stock: what no kernel
-    of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops, for checks."""
+    of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops, for checks;
+    prepared_weights: an engine that repacks its dense weights may keep a copy of them as released, for our own ops."""
 
     autotune: bool = False
     jit_warmup: bool = True
     kernels: bool = False
     stock: bool = True
+    prepared_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -317,8 +319,10 @@ class SpecializedDecode:
         return boundaries
 
     def _engram(self) -> EngramPrefetch | StockEngram:
-        if self.stock is not None:
-            return StockEngram(self.stock.engram)
+        # No op of ours gathers the ranks' columns of a WKV.
+        stock = self.stock if self.host.tp_group.size == 1 else self.target.stock
+        if stock is not None:
+            return StockEngram(stock.engram)
         engrams = {plan.layer_id: plan.engram for plan in self.layers if plan.engram is not None}
         streams = {layer: self._stream(f"engram {layer}") for layer in engrams}
         return EngramPrefetch(engrams, streams, FUSED_MHC_MAX_ROWS)

@@ -1,6 +1,6 @@
 """vLLM without a GPU: a driver library that finds no device, and a platform that stands for a host with H200s.
 
-These tests run in an environment that has vLLM (CONTRIBUTING.md); elsewhere none of them is collected.
+These tests run in an environment that has vLLM (CONTRIBUTING.md); elsewhere every file of them is skipped.
 """
 
 import ctypes
@@ -10,12 +10,24 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
+
+class WithoutVllm(pytest.Module):
+    """A file of these tests in an environment without vLLM: skipped unread, also when it is named alone."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip("vLLM is not installed in this environment: see CONTRIBUTING.md", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    return WithoutVllm.from_parent(parent, path=module_path)
+
 
 # The functions that vLLM's extensions bind when they are loaded; each answers that there is no device.
 _DRIVER = """\
@@ -59,6 +71,9 @@ def _has_driver() -> bool:
 
 
 if importlib.util.find_spec("vllm") is not None:
+    if not torch.cuda.is_available():
+        # Names no device. Without this vLLM, where it finds no driver, replaces Triton by a dummy.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not _has_driver():
         _driver = tempfile.TemporaryDirectory(prefix="libcuda-")
         _load_driver(Path(_driver.name))

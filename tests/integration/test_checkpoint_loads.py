@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
-
 from specialized_decode.backbone.folder import ModelFolder
 from specialized_decode.backbone.writer import tiny_plan, write_checkpoint
 from tests.integration import vllm_model

@@ -8,8 +8,9 @@ from types import ModuleType
 import pytest
 
 from specialized_decode.integration import contract
-from specialized_decode.integration.contract import CONTRACT, TESTED, Internal
+from specialized_decode.integration.contract import TESTED
 from specialized_decode.integration.facts import Software, installed
+from specialized_decode.integration.internals import CONTRACT, Internal
 
 
 @pytest.mark.parametrize("internal", CONTRACT, ids=str)
@@ -147,7 +148,7 @@ def test_real_rows_see_a_changed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(" (type")[0] for line in contract.check()] == [
         f"{name}.specialized_decode_config: found signature (vllm_config, device), expected (vllm_config)",
         f"{name}.DeepseekV41LLMForCausalLM.build_specialized_decode: not found",
-        "vllm.config.CUDAGraphMode: has no FULL_AND_PIECEWISE, FULL_DECODE_ONLY",
+        "vllm.config.CUDAGraphMode: has no FULL_AND_PIECEWISE, FULL_DECODE_ONLY, PIECEWISE",
     ]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from specialized_decode.runtime import captures_pure_decode
 from tests.integration import vllm_model
 

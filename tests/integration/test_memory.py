@@ -1,5 +1,6 @@
 """What the weights take: against the sizes of the release's own tensors."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,8 @@ def test_weights_are_a_little_less_than_what_is_stored(drafts: int) -> None:
 @pytest.mark.parametrize("plan", [flash_plan(), tiny_plan()], ids=["flash", "tiny"])
 def test_prepared_weights_are_the_dense_ones(plan: CheckpointPlan) -> None:
     dense = (".wq_a.", ".wq_b.", ".wkv.", ".wo_a.", ".wo_b.", ".shared_experts.")
-    stored = _stored(plan, *(f".attn{name}" for name in dense[:-1]), dense[-1], ".engram.wkv.")
-    assert prepared_bytes(_text(plan), 1) == pytest.approx(stored, rel=0.001)
+    stored = _stored(plan, *(f".attn{name}" for name in dense[:-1]), dense[-1], ".engram.wkv.", ".indexer.wq_b.")
+    assert prepared_bytes(_text(plan), 1) == pytest.approx(stored, rel=1e-6)
 
 
 def test_release_at_tp4() -> None:
@@ -46,8 +47,18 @@ def test_release_at_tp4() -> None:
 
 
 def test_every_rank_holds_the_first_projection() -> None:
-    """wq_a and wkv are not split; the rest is, evenly."""
+    """wq_a, wkv and the indexers' queries are not split; the rest is, evenly."""
     text = _text(flash_plan())
-    fused = 40 * (1280 + 512) * 5120 * (1 + 1 / 1024)
+    whole = (40 * (1280 + 512) * 5120 + 8 * 32 * 128 * 1280) * (1 + 1 / 1024)
     one, eight = prepared_bytes(text, 1), prepared_bytes(text, 8)
-    assert 8 * (eight - fused) == pytest.approx(one - fused, rel=1e-6)
+    assert 8 * (eight - whole) == pytest.approx(one - whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(("allowed", "copies"), [({}, True), ({"decode_prepared_weights": False}, False)])
+def test_room_is_asked_for_where_copies_are_allowed(
+    engine_config: Callable[..., Any], allowed: dict[str, bool], copies: bool
+) -> None:
+    from specialized_decode.integration.facts import Deployment
+
+    config = engine_config(additional_config={"decode_backend": "latency_specialized", **allowed})
+    assert (Deployment.gather(config).prepared > 0) == copies

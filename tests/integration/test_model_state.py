@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-from tests.integration import vllm_model  # noqa: F401  # before vLLM looks for Triton
-
 
 @pytest.fixture(scope="module")
 def module() -> Any:

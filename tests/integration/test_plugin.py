@@ -1,5 +1,6 @@
 """The plugin's hooks in vLLM's real model module: when they are put in, and what they do for each value."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -8,8 +9,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
 
 from specialized_decode.integration import plugin
 from specialized_decode.runtime import DecodeConfig
@@ -158,11 +157,19 @@ def test_other_values_are_refused_by_name(model_module: Any, engine_config: Call
     assert f"decode_backend: found {value!r}, expected one of auto, latency_specialized" in str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "kernels"), [({}, False), ({"decode_kernels": True}, True)])
+@pytest.mark.parametrize(
+    ("options", "switched"),
+    [
+        ({}, {}),
+        ({"decode_kernels": True}, {"kernels": True}),
+        ({"decode_reference_ops": True}, {"stock": False}),
+        ({"decode_prepared_weights": False}, {"prepared_weights": False}),
+    ],
+)
 def test_the_option_asks_for_the_executor(
-    model_module: Any, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], kernels: bool
+    model_module: Any, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], switched: dict[str, bool]
 ) -> None:
-    """After the deployment check, whose answer is the model's configuration, kernels as asked for."""
+    """After the deployment check, whose answer is the model's configuration, with what the switches ask for."""
     from specialized_decode.integration import config as check
 
     checked: list[Any] = []
@@ -174,7 +181,7 @@ def test_the_option_asks_for_the_executor(
     monkeypatch.setattr(check, "deployment_config", deployment_config)
     config = asked({"decode_backend": "latency_specialized", **options})
     found = model_module.specialized_decode_config(config)
-    assert found == DecodeConfig(autotune=True, kernels=kernels)
+    assert found == dataclasses.replace(DecodeConfig(autotune=True), **switched)
     assert checked == [config]
     from vllm.models.deepseek_v41.nvidia.model_state import DeepseekV41ModelState
 
@@ -194,15 +201,23 @@ def test_an_unsupported_deployment_stops_the_model(model_module: Any, engine_con
         model_module.DeepseekV41LLMForCausalLM(vllm_config=config)
 
 
+@pytest.mark.parametrize("name", plugin.SWITCHES)
 @pytest.mark.parametrize("value", ["yes", 1, None])
-def test_decode_kernels_is_a_bool(model_module: Any, monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+def test_switches_are_bools(model_module: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     from specialized_decode.integration import config as check
 
     monkeypatch.setattr(check, "deployment_config", lambda config: DecodeConfig())
-    with pytest.raises(ValueError, match=r"decode_kernels: found .*, expected true or false"):
-        model_module.specialized_decode_config(
-            asked({"decode_backend": "latency_specialized", "decode_kernels": value})
-        )
+    with pytest.raises(ValueError, match=f"{name}: found .*, expected true or false"):
+        model_module.specialized_decode_config(asked({"decode_backend": "latency_specialized", name: value}))
+
+
+def test_reference_ops_need_prepared_weights(model_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specialized_decode.integration import config as check
+
+    monkeypatch.setattr(check, "deployment_config", lambda config: DecodeConfig())
+    options = {"decode_reference_ops": True, "decode_prepared_weights": False}
+    with pytest.raises(ValueError, match="decode_prepared_weights: found False, which decode_reference_ops reads"):
+        model_module.specialized_decode_config(asked({"decode_backend": "latency_specialized", **options}))
 
 
 def test_the_builder_sets_the_models_executor(model_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

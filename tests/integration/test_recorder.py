@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
-
 from vllm import SamplingParams
 
 from specialized_decode.backbone.tokenizer import TRAINED_IDS

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm")
-
 from specialized_decode.runtime import DecodeConfig, SpecializedDecode, UnsupportedTarget, step_gates
 from tests.integration import vllm_model
 

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-# Names no device. Without this vLLM, where it finds no driver, replaces Triton by a dummy on which its modules fail.
-if not torch.cuda.is_available():
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
 
 

@@ -145,11 +145,12 @@ def test_an_overflowing_expert_stays_by_itself(monkeypatch: pytest.MonkeyPatch, 
 # --- what is built ----------------------------------------------------------------------------------------------
 
 
-def _view(**changes: Tensor) -> Any:
+def _view(**changes: Tensor | str) -> Any:
     """A layer whose experts differ from a right one's by `changes`."""
     right = random_moe()
     tensors = {name: getattr(right.experts, name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
-    return SimpleNamespace(limit=right.limit, experts=SimpleNamespace(count=EXPERTS, **(tensors | changes)))
+    experts = {"count": EXPERTS, "layout": right.experts.layout, **tensors, **changes}
+    return SimpleNamespace(limit=right.limit, experts=SimpleNamespace(**experts))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +178,15 @@ def _view(**changes: Tensor) -> Any:
             {"w2_scale": torch.zeros(EXPERTS - 1, HIDDEN, 1, dtype=torch.uint8)},
             "w2's scales are (15, 64, 1), expected one per 32 along K",
         ),
+        # The same shapes may be another order of the bytes.
+        ({"layout": "MARLIN"}, "experts are in the form of MARLIN, expected the checkpoint's"),
     ],
-    ids=["as stored", "signed bytes", "w13 unpacked", "w2 words", "w13 too few", "w2 too many", "an expert short"],
+    ids=[
+        *("as stored", "signed bytes", "w13 unpacked", "w2 words", "w13 too few", "w2 too many", "an expert short"),
+        "rewritten",
+    ],
 )
-def test_refusal(changes: dict[str, Tensor], reason: str | None) -> None:
+def test_refusal(changes: dict[str, Tensor | str], reason: str | None) -> None:
     assert RoutedExpertGemms.refusal(_view(**changes)) == reason
 
 

@@ -1,0 +1,32 @@
+"""The executor's own ops on vLLM's caches and metadata: the same bytes as vLLM's kernels, the plain model's values.
+
+vLLM's cache plan, its allocation, its metadata builders and its Triton kernels are real; interpreted.py runs them on
+the CPU, in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).absolute().parents[2]
+CHECKS = ("write_like_vllm", "compress_like_vllm", "read_like_vllm", "decode_like_the_plain_model")
+
+
+@pytest.fixture(scope="module")
+def said(tiny_folder: Path) -> str:
+    """What the process said that ran every check up to the first that failed."""
+    command = [sys.executable, "-m", "tests.integration.interpreted", str(tiny_folder), *CHECKS]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_tritons_interpreter(said: str, check: str) -> None:
+    assert f"passed: {check}\n" in said, said[-4000:]
