@@ -31,7 +31,7 @@ class Engine:
 
         from specialized_decode.integration import bind_weights
         from tests.integration import vllm_model
-        from tests.integration.test_bind_weights import process
+        from tests.integration.loaded import process
 
         self.config = config
         patch.setattr(type(current_platform), "num_compute_units", classmethod(lambda cls, device_id=0: 132))
@@ -363,7 +363,7 @@ def main(argv: list[str]) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     import tests.integration.conftest  # noqa: F401  # a platform for this process too
     from tests.integration import vllm_model
-    from tests.integration.test_bind_weights import Loaded
+    from tests.integration.loaded import Loaded
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         config = Loaded(Path(folder), patch).config

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from specialized_decode.backbone.model import load_model
-from specialized_decode.integration import plugin
 from specialized_decode.integration.memory import prepared_bytes
-from specialized_decode.runtime import DecodeConfig, UnsupportedTarget
+from specialized_decode.runtime import UnsupportedTarget
 from tests.integration import vllm_model
+from tests.integration.loaded import Loaded, process
 
 ATTENTION = (
     *("layer_id", "num_heads", "head_dim", "rope_dim", "q_lora_rank", "o_groups", "o_lora_rank", "window_size"),
@@ -32,59 +32,6 @@ MOE = ("topk", "scaling", "limit", "gate", "bias", "image_bias", "shared_up", "s
 EXPERTS = ("count", "w13", "w13_scale", "w2", "w2_scale")
 MIXER = ("fn", "base", "scale", "rms_eps", "hc_eps", "sinkhorn_iters")
 ENGRAM = ("eps", "wkv", "q_weight", "k_weight")
-
-
-def repack(kernel: Any, layer: Any) -> None:
-    """In the place of Humming's: parameters are deleted, and words of the same names take their place."""
-    rows = layer.weight.shape[0]
-    for name in ("weight", "weight_scale"):
-        layer.register_parameter(name, None)
-        delattr(layer, name)
-        setattr(layer, name, nn.Parameter(torch.zeros(rows, 3, dtype=torch.int32), requires_grad=False))
-
-
-def process(model: Any) -> None:
-    """vLLM's work on every dense layer after loading, in its loader's order. Experts stay as they were loaded."""
-    from vllm.model_executor.layers.linear import LinearBase
-
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            module.quant_method.process_weights_after_loading(module)
-
-
-class Loaded:
-    """vLLM's model, asked to keep weights, and the configuration that it was built from."""
-
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, **options: bool) -> None:
-        from vllm.model_executor.kernels.linear.mxfp8.humming import HummingMxfp8LinearKernel
-
-        from specialized_decode.integration import config as check
-
-        plugin.register()
-        patch.setattr(check, "deployment_config", lambda config: DecodeConfig())
-        patch.setattr(HummingMxfp8LinearKernel, "process_weights_after_loading", repack)
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        self.folder, self.patch = folder, patch
-        self.config = self.configured(**options)
-
-    def configured(self, **options: bool) -> Any:
-        from vllm.engine.arg_utils import EngineArgs
-
-        return EngineArgs(
-            model=str(self.folder),
-            max_model_len=512,
-            max_num_batched_tokens=512,
-            engram_config={"cpu_offload": False},
-            additional_config={"decode_backend": "latency_specialized", "decode_reference_ops": True, **options},
-        ).create_engine_config()
-
-    def build(self, **options: bool) -> Any:
-        """A model of a configuration of its own, in which its layers are registered."""
-        from vllm.config import set_current_vllm_config
-
-        config = self.configured(**options)
-        with set_current_vllm_config(config):
-            return vllm_model.build(config, self.patch)
 
 
 @pytest.fixture(scope="module")
