@@ -493,7 +493,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "Prepared weights",
         "room for the weights and the prepared weights",
         "free the GPU, raise --gpu-memory-utilization, or use a larger tensor-parallel size",
-        "Dense weights are held a second time, in the form that low-batch steps read.",
+        "What the executor's own ops and kernels read is held a second time, in their form.",
         _memory,
     ),
 )

@@ -167,8 +167,16 @@ class Deployment:
             changing_weights=_changing_weights(config),
             memory_fraction=config.cache_config.gpu_memory_utilization,
             weights=memory.weight_bytes(text, tp, _draft_layers(config)),
-            prepared=memory.prepared_bytes(text, tp) if switches(config)["decode_prepared_weights"] else 0,
+            prepared=_prepared_bytes(text, tp, switches(config)),
         )
+
+
+def _prepared_bytes(text: Any, tp: int, values: dict[str, bool]) -> int:
+    """What is kept beside the model's weights, by the executor's switches: vLLM's own ops need no copy."""
+    dense = (
+        memory.prepared_bytes(text, tp) if values["decode_reference_ops"] and values["decode_prepared_weights"] else 0
+    )
+    return dense + (memory.mixer_bytes(text) if values["decode_kernels"] else 0)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,14 @@ def prepared_bytes(text: Any, tp: int) -> int:
     return round(_FP8 * (layers * per_layer + wkv + _indexer_weights(text)))
 
 
+def mixer_bytes(text: Any) -> int:
+    """What the boundary kernels keep of the mHC projections: each in three bfloat16 pieces, on every rank, and the
+    first one's sum over the streams besides, in float32 and in pieces."""
+    streams, pieces = text.hc_mult, 3 * _BF16
+    column = (2 + streams) * streams * text.hidden_size
+    return column * (2 * text.num_hidden_layers * streams * pieces + 4 + pieces)
+
+
 def weight_bytes(text: Any, tp: int, draft_layers: int) -> int:
     """What a rank's weights take at least: layers, embedding and LM head; without padding, norms and indexers.
 

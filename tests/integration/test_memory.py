@@ -5,10 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from specialized_decode.backbone.presets import CheckpointPlan
 from specialized_decode.backbone.writer import flash_plan, plan_tensors, tiny_plan
-from specialized_decode.integration.memory import prepared_bytes, weight_bytes
+from specialized_decode.integration.memory import mixer_bytes, prepared_bytes, weight_bytes
 
 
 def _text(plan: CheckpointPlan) -> Any:
@@ -54,11 +55,33 @@ def test_every_rank_holds_the_first_projection() -> None:
     assert 8 * (eight - whole) == pytest.approx(one - whole, rel=1e-6)
 
 
-@pytest.mark.parametrize(("allowed", "copies"), [({}, True), ({"decode_prepared_weights": False}, False)])
-def test_room_is_asked_for_where_copies_are_allowed(
-    engine_config: Callable[..., Any], allowed: dict[str, bool], copies: bool
+def test_mixers_of_the_boundary_kernels() -> None:
+    """The same as the kernels' own count, which needs no GPU."""
+    from specialized_decode.boundary.fused import bfloat16_pieces
+
+    text = _text(tiny_plan())
+    fn = torch.zeros(24, 4 * text.hidden_size)
+    first = fn[:, : text.hidden_size].contiguous()
+    kept = 2 * text.num_hidden_layers * bfloat16_pieces(fn).nbytes + first.nbytes + bfloat16_pieces(first).nbytes
+    assert mixer_bytes(text) == kept
+
+
+@pytest.mark.parametrize(
+    ("switches", "dense", "mixers"),
+    [
+        ({}, False, False),
+        ({"decode_prepared_weights": False}, False, False),
+        ({"decode_reference_ops": True}, True, False),
+        ({"decode_kernels": True}, False, True),
+        ({"decode_reference_ops": True, "decode_kernels": True}, True, True),
+    ],
+)
+def test_room_is_asked_for_what_is_kept(
+    engine_config: Callable[..., Any], switches: dict[str, bool], dense: bool, mixers: bool
 ) -> None:
     from specialized_decode.integration.facts import Deployment
 
-    config = engine_config(additional_config={"decode_backend": "latency_specialized", **allowed})
-    assert (Deployment.gather(config).prepared > 0) == copies
+    config = engine_config(additional_config={"decode_backend": "latency_specialized", **switches})
+    text = config.model_config.hf_text_config
+    expected = prepared_bytes(text, 1) * dense + mixer_bytes(text) * mixers
+    assert Deployment.gather(config).prepared == expected
