@@ -27,14 +27,16 @@ class SpecializedDecodeModelState(DeepseekV41ModelState):
         # The vision wrapper has the text model inside.
         language_model: Any = getattr(model, "language_model", model)
         self.executor: SpecializedDecode = language_model.build_specialized_decode()
-        self.counts = StepCounts.for_engine(vllm_config)
+        # The ranks run the same steps: the first counts for all, or a step would be as many as there are ranks.
+        first = self.executor.host.tp_group.rank == 0
+        self.counts = StepCounts.for_engine(vllm_config) if first else None
 
     def prepare_attn(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """As vLLM's, and counts the step: of a graph's replay, Python sees this much."""
         metadata: dict[str, Any] = super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
-        if not is_dummy(input_batch):
+        if self.counts is not None and not is_dummy(input_batch):
             self.counts.record(*who_runs(input_batch, cudagraph_mode, self.executor.granted))
         return metadata
 

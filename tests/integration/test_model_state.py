@@ -87,11 +87,12 @@ def build(module: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 class TextModel:
     """A text model whose executor has graphs of 1, 2 and 4 rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.host = SimpleNamespace(tp_group=SimpleNamespace(rank=rank))
         self.built: list[Any] = []
 
     def build_specialized_decode(self) -> Any:
-        self.built.append(SimpleNamespace(granted={1, 2, 4}))
+        self.built.append(SimpleNamespace(granted={1, 2, 4}, host=self.host))
         return self.built[-1]
 
 
@@ -130,6 +131,16 @@ def test_counts_every_real_step_once(build: Callable[[Any], Any]) -> None:
         (True, ""),
         (False, "full graph on the stock layers"),
     ]
+
+
+def test_one_rank_counts_for_all(build: Callable[[Any], Any]) -> None:
+    """The endpoint adds up what an engine's processes have counted."""
+    from vllm.config import CUDAGraphMode
+
+    states = [build(TextModel(rank)) for rank in range(2)]
+    for state in states:
+        state.prepare_attn(real(3, 3, 4), CUDAGraphMode.FULL, "tables")
+    assert [state.counts and state.counts.steps for state in states] == [[(True, "")], None]
 
 
 def test_signature_is_vllms(module: Any) -> None:
