@@ -1,5 +1,6 @@
 """The model state that builds the executor, and counts what it runs."""
 
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from specialized_decode.integration.metrics import StepCounts
 from specialized_decode.runtime import SpecializedDecode
+
+# Names of the requests that vLLM warms its kernels up with; a served request's begins with its endpoint's.
+WARM_UP = re.compile(r"_\w*warmup_")
 
 
 class SpecializedDecodeModelState(DeepseekV41ModelState):
@@ -42,8 +46,11 @@ class SpecializedDecodeModelState(DeepseekV41ModelState):
 
 
 def is_dummy(batch: InputBatch) -> bool:
-    """Whether a batch is one of vLLM's own, for a capture or a warm-up: its requests have no prompt."""
-    return not batch.prefill_len_np.any()
+    """Whether a batch is one of vLLM's own, for a capture or a warm-up.
+
+    A capture's requests have no prompt; those of a warm-up pass for real ones but for their names.
+    """
+    return not batch.prefill_len_np.any() or WARM_UP.match(batch.req_ids[0]) is not None
 
 
 def who_runs(batch: InputBatch, mode: CUDAGraphMode, granted: set[int]) -> tuple[bool, str]:

@@ -38,6 +38,26 @@ def test_dummy_batches_are_told_from_real_ones(module: Any) -> None:
     assert not module.is_dummy(real(1, 1)) and not module.is_dummy(real(3, 3, prefilling=1))
 
 
+def test_warm_ups_are_told_from_real_batches(module: Any) -> None:
+    """By the names that vLLM gives their requests."""
+    import inspect
+
+    from vllm.v1.worker.gpu import warmup
+
+    assert 'req_ids = [f"_warmup_{i}_" for i in range(num_reqs)]' in inspect.getsource(warmup._warmup_kernels)
+    prefix = inspect.signature(warmup.run_mixed_prefill_decode_warmup).parameters["req_id_prefix"].default
+    assert 'f"{req_id_prefix}_decode_"' in inspect.getsource(warmup.run_mixed_prefill_decode_warmup)
+    for name, expected in (
+        ("_warmup_0_", True),
+        (f"{prefix}_decode_", True),
+        ("0-1a2b3c4d", False),
+        ("cmpl-_warmup_0_", False),
+    ):
+        batch = real(1, 1)
+        batch.req_ids = [name]
+        assert module.is_dummy(batch) == expected, name
+
+
 @pytest.mark.parametrize(
     ("mode", "padded", "prefilling", "expected"),
     [
