@@ -229,7 +229,8 @@ def test_timed_graphs_are_the_executors(
     monkeypatch.setattr(phases, "built", lambda engine, captured: Report("started"))
     run = Run(argparse.Namespace(out=tmp_path, folder=tmp_path, engine="times-executor", only=""))
     settings = {"additional_config": executor_phases.EXECUTOR_OPTION}
-    assert phases.build_phase(run, "start", captured, (1, 8), settings) == "engine"
+    started: Any = phases.build_phase(run, "start", captured, (1, 8), settings)
+    assert started == "engine"
     assert run.records[0]["failures"] == failures
 
 
