@@ -220,7 +220,7 @@ CONTRACT: list[Internal] = [
     Internal(
         "vllm.v1.worker.gpu.input_batch",
         "InputBatch",
-        attributes=("prefill_len_np", "has_prefill", "num_tokens_after_padding"),
+        attributes=("req_ids", "prefill_len_np", "has_prefill", "num_tokens_after_padding"),
     ),
     Internal("vllm.v1.worker.gpu.input_batch", "InputBatch.make_dummy", calls=("np.zeros",)),
     Internal("vllm.plugins", "DEFAULT_PLUGINS_GROUP", value="vllm.general_plugins"),

@@ -54,7 +54,7 @@ class StepCounts:
 
     @classmethod
     def for_engine(cls, vllm_config: "VllmConfig") -> "StepCounts":
-        """The counts of an engine. One rank counts for all: they run the same steps."""
+        """The counts of an engine, for one of its ranks to keep: counts of several would add up."""
         import vllm.envs as envs
 
         interval = envs.VLLM_LOG_STATS_INTERVAL

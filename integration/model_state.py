@@ -1,5 +1,6 @@
 """The model state that builds the executor, and counts what it runs."""
 
+import re
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from specialized_decode.integration.metrics import StepCounts
 from specialized_decode.runtime import SpecializedDecode
+
+# Names of the requests that vLLM warms its kernels up with; a served request's begins with its endpoint's.
+WARM_UP = re.compile(r"_\w*warmup_")
 
 
 class SpecializedDecodeModelState(DeepseekV41ModelState):
@@ -27,21 +31,26 @@ class SpecializedDecodeModelState(DeepseekV41ModelState):
         # The vision wrapper has the text model inside.
         language_model: Any = getattr(model, "language_model", model)
         self.executor: SpecializedDecode = language_model.build_specialized_decode()
-        self.counts = StepCounts.for_engine(vllm_config)
+        # The ranks run the same steps: the first counts for all, or a step would be as many as there are ranks.
+        first = self.executor.host.tp_group.rank == 0
+        self.counts = StepCounts.for_engine(vllm_config) if first else None
 
     def prepare_attn(
         self, input_batch: InputBatch, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """As vLLM's, and counts the step: of a graph's replay, Python sees this much."""
         metadata: dict[str, Any] = super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)
-        if not is_dummy(input_batch):
+        if self.counts is not None and not is_dummy(input_batch):
             self.counts.record(*who_runs(input_batch, cudagraph_mode, self.executor.granted))
         return metadata
 
 
 def is_dummy(batch: InputBatch) -> bool:
-    """Whether a batch is one of vLLM's own, for a capture or a warm-up: its requests have no prompt."""
-    return not batch.prefill_len_np.any()
+    """Whether a batch is one of vLLM's own, for a capture or a warm-up.
+
+    A capture's requests have no prompt; those of a warm-up pass for real ones but for their names.
+    """
+    return not batch.prefill_len_np.any() or WARM_UP.match(batch.req_ids[0]) is not None
 
 
 def who_runs(batch: InputBatch, mode: CUDAGraphMode, granted: set[int]) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ import torch
 from tests.gpu import executor_phases, outputs, phases, scenarios, stock_phases
 from tests.gpu.compare import Difference
 from tests.gpu.engine import Outputs, Steps
-from tests.gpu.report import Report
+from tests.gpu.report import Report, Run
 
 IDS = 11
 
@@ -207,8 +207,46 @@ def test_second_engine(recorded: Path) -> None:
 
 
 def test_captures() -> None:
-    assert executor_phases.check_captures([8, 4, 2, 1]) == []
-    assert executor_phases.check_captures([8, 1]) == ["the executor captured rows [1, 8], expected [2, 4] too"]
+    assert executor_phases.check_captures([8, 4, 2, 1], scenarios.GRAPH_SIZES) == []
+    found = executor_phases.check_captures([8, 1], scenarios.GRAPH_SIZES)
+    assert found == ["the executor captured rows [1, 8], expected [2, 4] too"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "failures"), [([1, 8], []), ([], ["the executor captured rows [], expected [1, 8] too"])]
+)
+def test_timed_graphs_are_the_executors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: list[int], failures: list[str]
+) -> None:
+    """Without a capture of its own, what is timed would be stock."""
+    captured: Counter[int] = Counter()
+
+    def build(folder: Path, sizes: Sequence[int], **settings: Any) -> str:
+        captured.update(rows)
+        return "engine"
+
+    monkeypatch.setattr(phases.Engine, "build", build)
+    monkeypatch.setattr(phases, "built", lambda engine, captured: Report("started"))
+    run = Run(argparse.Namespace(out=tmp_path, folder=tmp_path, engine="times-executor", only=""))
+    settings = {"additional_config": executor_phases.EXECUTOR_OPTION}
+    started: Any = phases.build_phase(run, "start", captured, (1, 8), settings)
+    assert started == "engine"
+    assert run.records[0]["failures"] == failures
+
+
+@pytest.mark.parametrize(("only", "started"), [("refused", False), ("again,refused", True), ("", True)])
+def test_the_first_engine_is_started_for_its_phases(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, only: str, started: bool
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(phases, "watch_steps", Steps)
+    monkeypatch.setattr(phases, "watch_captures", Counter)
+    monkeypatch.setattr(phases, "options", lambda args, executor, **more: {})
+    monkeypatch.setattr(phases, "build_phase", lambda run, name, *rest: names.append(name))
+    monkeypatch.setattr(phases.Run, "phase", lambda self, name, limit, work: names.append(name))
+    phases.run_executor(Run(argparse.Namespace(store=tmp_path, only=only, executor_option="{}", expect="identical")))
+    assert ("start" in names) == started
+    assert "refused" in names
 
 
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:

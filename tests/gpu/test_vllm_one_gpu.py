@@ -3,6 +3,7 @@
 import json
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def test_phases_become_records(session: Session, tmp_path: Path, capsys: pytest.
     assert json.loads((session.args.work / "records.json").read_text()) == session.records
 
 
+def test_what_passed_is_run_again_with_another_command(session: Session, tmp_path: Path) -> None:
+    """Other phases or options of the executor have not passed yet."""
+    first = job(session, tmp_path, "end('a', True)")
+    session.run(first)
+    assert session.passed("it", first.command)
+    session.run(replace(first, command=(*first.command, "--only", "b")))
+    assert session.records["it"][0]["command"][-1] == "b"
+    assert not session.passed("it", first.command)
+
+
 def test_failed_phase_fails_the_job(session: Session, tmp_path: Path) -> None:
     session.run(job(session, tmp_path, "end('a', True)\nend('b', False)\nsys.exit(1)"))
     assert [r["ok"] for r in session.records["it"]] == [True, False]
@@ -120,7 +131,7 @@ def test_jobs_that_cannot_run_are_not_started(session: Session, tmp_path: Path) 
 
 
 def test_a_passed_job_is_not_run_again_unless_asked(session: Session, tmp_path: Path) -> None:
-    session.records["it"] = [record("it", "a")]
+    session.run(job(session, tmp_path, "end('a', True)"))
     session.run(job(session, tmp_path, "end('again', True)"))
     assert [r["phase"] for r in session.records["it"]] == ["a"]
     session.args.again = True

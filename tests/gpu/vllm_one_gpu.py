@@ -134,14 +134,18 @@ class Session:
         """Seconds of the budget."""
         return float(self.args.budget - (time.monotonic() - self.start))
 
-    def passed(self, name: str) -> bool:
-        """Whether a job ran and all its phases passed."""
+    def passed(self, name: str, command: Sequence[str] | None = None) -> bool:
+        """Whether a job ran, by `command` if given, and all its phases passed."""
         records = self.records.get(name, [])
-        return bool(records) and all(record["ok"] for record in records)
+        same = command is None or all(record.get("command") == list(command) for record in records)
+        return bool(records) and same and all(record["ok"] for record in records)
 
     def run(self, job: Job) -> None:
-        """Runs a job unless it passed before, lacks what it needs, or does not fit the budget."""
-        if self.passed(job.name) and not self.args.again:
+        """Runs a job unless it passed before, lacks what it needs, or does not fit the budget.
+
+        With other phases, options or folders than before, it is another job.
+        """
+        if self.passed(job.name, job.command) and not self.args.again:
             self.say(f"{job.name}: passed in an earlier call")
             return
         missing = [name for name in job.needs if not self.passed(name)]
@@ -154,7 +158,7 @@ class Session:
             why = f"not run: {self.left():.0f} s left, expected to take {job.seconds:.0f} s"
             self.records[job.name] = [failed(job.name, "start", 0, why)]
         else:
-            self.records[job.name] = self.run_process(job)
+            self.records[job.name] = [record | {"command": list(job.command)} for record in self.run_process(job)]
             self.save()
             return
         self.say_record(self.records[job.name][0])

@@ -38,6 +38,26 @@ def test_dummy_batches_are_told_from_real_ones(module: Any) -> None:
     assert not module.is_dummy(real(1, 1)) and not module.is_dummy(real(3, 3, prefilling=1))
 
 
+def test_warm_ups_are_told_from_real_batches(module: Any) -> None:
+    """By the names that vLLM gives their requests."""
+    import inspect
+
+    from vllm.v1.worker.gpu import warmup
+
+    assert 'req_ids = [f"_warmup_{i}_" for i in range(num_reqs)]' in inspect.getsource(warmup._warmup_kernels)
+    prefix = inspect.signature(warmup.run_mixed_prefill_decode_warmup).parameters["req_id_prefix"].default
+    assert 'f"{req_id_prefix}_decode_"' in inspect.getsource(warmup.run_mixed_prefill_decode_warmup)
+    for name, expected in (
+        ("_warmup_0_", True),
+        (f"{prefix}_decode_", True),
+        ("0-1a2b3c4d", False),
+        ("cmpl-_warmup_0_", False),
+    ):
+        batch = real(1, 1)
+        batch.req_ids = [name]
+        assert module.is_dummy(batch) == expected, name
+
+
 @pytest.mark.parametrize(
     ("mode", "padded", "prefilling", "expected"),
     [
@@ -87,11 +107,12 @@ def build(module: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 class TextModel:
     """A text model whose executor has graphs of 1, 2 and 4 rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.host = SimpleNamespace(tp_group=SimpleNamespace(rank=rank))
         self.built: list[Any] = []
 
     def build_specialized_decode(self) -> Any:
-        self.built.append(SimpleNamespace(granted={1, 2, 4}))
+        self.built.append(SimpleNamespace(granted={1, 2, 4}, host=self.host))
         return self.built[-1]
 
 
@@ -130,6 +151,16 @@ def test_counts_every_real_step_once(build: Callable[[Any], Any]) -> None:
         (True, ""),
         (False, "full graph on the stock layers"),
     ]
+
+
+def test_one_rank_counts_for_all(build: Callable[[Any], Any]) -> None:
+    """The endpoint adds up what an engine's processes have counted."""
+    from vllm.config import CUDAGraphMode
+
+    states = [build(TextModel(rank)) for rank in range(2)]
+    for state in states:
+        state.prepare_attn(real(3, 3, 4), CUDAGraphMode.FULL, "tables")
+    assert [state.counts and state.counts.steps for state in states] == [[(True, "")], None]
 
 
 def test_signature_is_vllms(module: Any) -> None:
