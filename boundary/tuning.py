@@ -10,8 +10,8 @@ class Split(NamedTuple):
     columns: int
 
 
-# Up to so many rows a row's projection is a program a split and row, finished by the last to arrive: 6.5 us at 1 row
-# on an H200, 9.4 us at 8, where a projection in TF32 and its finish took 8.2 us (2026-11-29).
+# Up to so many rows a row's projection is a program a split and row, finished by the last to arrive: 6.7 us at 1 row
+# on an H200, 9.4 us at 8, where a projection and its finish take 7.7 to 8.5 us (2026-11-30).
 ONE_LAUNCH_ROWS = 4
 
 
