@@ -68,13 +68,22 @@ class FusedBoundary:
         hidden]; collapse: pre-mix [T, 4], norm weight [hidden] and eps, or None for the streams alone; settled: the
         residual was written by launches before the preceding one, and may be read ahead of it.
 
-        Returns the new streams, the next input [T, hidden], and its MXFP8 form if asked.
+        Returns the new streams, the next input [T, hidden], and its MXFP8 form if asked. Raises ValueError for inputs
+        that are not contiguous.
         """
         rows, hidden = residual.shape[0], self.hidden
-        parts = (pending.rows, pending.weights, pending.shared) if isinstance(pending, UnfinalizedRows) else (pending,)
-        if not all(part.is_contiguous() for part in (*parts, residual, post, comb)):
-            raise ValueError("boundary: found a strided input, expected contiguous rows")
         unfinalized = pending if isinstance(pending, UnfinalizedRows) else None
+        given = {"residual": residual, "post": post, "comb": comb}
+        if isinstance(pending, UnfinalizedRows):
+            given |= {"rows": pending.rows, "weights": pending.weights, "shared": pending.shared}
+        else:
+            given["pending"] = pending
+        if collapse is not None:
+            given |= {"pre": collapse[0], "norm": collapse[1]}
+        for name, tensor in given.items():
+            if not tensor.is_contiguous():
+                found = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
+                raise ValueError(f"boundary: {name}: found {found}, expected contiguous rows")
         streams = torch.empty_like(residual)
         x = residual.new_empty(rows, hidden) if collapse is not None else None
         quant = None
