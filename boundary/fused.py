@@ -124,6 +124,7 @@ class FusedBoundary:
             # Many rows have no use for it: their programs outnumber the multiprocessors.
             SETTLED=settled and rows <= tuning.EARLY_ROWS,
             EARLY=rows <= tuning.EARLY_ROWS,
+            MANY=rows > tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,
             num_warps=tuning.boundary_warps(hidden, rows),

@@ -261,6 +261,7 @@ def boundary_kernel(
     PUBLISHED: tl.constexpr,
     SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
+    MANY: tl.constexpr,
     FULL: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
@@ -272,12 +273,13 @@ def boundary_kernel(
     whole, inside = first < H, second < H
     # What depends on nothing that may still run is on its way before the grid dependency resolves. Not the mixes: in
     # a graph the edge of a stream joined just before is a programmatic one too.
-    if FULL:
+    if FULL and not MANY:
         first_scale = tl.load(norm + first)
         second_scale = tl.load(norm + second, inside, other=0.0)
     if SETTLED:
         a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
-        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
+        if not MANY:
+            b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     tl.extra.cuda.gdc_wait()
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -299,7 +301,8 @@ def boundary_kernel(
     if not SETTLED:
         # While contributions are on their way.
         a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
-        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
+        if not MANY:
+            b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     # All at once, before the first store: the compiler moves no load ahead of one.
     m0 = _stream_mixes(post, comb, pre, row, 0, FULL)
     m1 = _stream_mixes(post, comb, pre, row, 1, FULL)
@@ -319,9 +322,15 @@ def boundary_kernel(
             a, b = a + part_a, b + part_b
     out = streams_out + row * 4 * H
     a = _update(a, a0, a1, a2, a3, m0, m1, m2, m3, out + first, whole, H, FULL)
+    if MANY:
+        # Of many rows more programs fit on a multiprocessor with the registers that this saves, and hide the wait.
+        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     b = _update(b, b0, b1, b2, b3, m0, m1, m2, m3, out + second, inside, H, FULL)
     if FULL:
         inverse = tl.rsqrt(row_sum(a * a, b * b) / H + eps)
+        if MANY:
+            first_scale = tl.load(norm + first)
+            second_scale = tl.load(norm + second, inside, other=0.0)
         y, y_number = rounded(a * inverse * widened(first_scale))
         z, z_number = rounded(b * inverse * widened(second_scale))
         tl.store(x_out + row * H + first, y)

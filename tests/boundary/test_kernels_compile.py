@@ -68,7 +68,7 @@ def boundary(
     quantize: bool = False,
 ) -> Variant:
     constants = {
-        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "EARLY": early,
+        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "EARLY": early, "MANY": not early,
         "FULL": full, "QUANTIZE": quantize,
     }  # fmt: skip
     warps = WARPS if early else WARPS_OF_MANY
@@ -183,7 +183,7 @@ def test_every_value_occurs() -> None:
     used = [variant.constants for variant in VARIANTS.values() if variant.kernel is fused.boundary_kernel]
     assert {constants["RANKS"] for constants in used} == {1, 2, 4, 8}
     assert {constants["TOPK"] for constants in used} == {0, 6}
-    for flag in ("PUBLISHED", "SETTLED", "EARLY", "FULL", "QUANTIZE"):
+    for flag in ("PUBLISHED", "SETTLED", "EARLY", "MANY", "FULL", "QUANTIZE"):
         assert {constants[flag] for constants in used} == {False, True}
 
 

@@ -3,12 +3,14 @@
 import gc
 import itertools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -86,10 +88,11 @@ def register_text_model() -> None:
 
 @dataclass
 class Engine:
-    """A built engine. seconds: what its construction took."""
+    """A built engine. seconds: what its construction took; before: bytes of GPU memory allocated until then."""
 
     llm: Any
     seconds: float
+    before: int
 
     @classmethod
     def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> "Engine":
@@ -109,9 +112,9 @@ class Engine:
             },
             "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
         }
-        start = time.monotonic()
+        start, before = time.monotonic(), torch.cuda.memory_allocated()
         llm = LLM(model=str(folder), **settings | options)
-        return cls(llm, time.monotonic() - start)
+        return cls(llm, time.monotonic() - start, before)
 
     @property
     def runner(self) -> Any:
@@ -135,13 +138,35 @@ class Engine:
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors(self.runner.kv_caches)}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
-    def shut_down(self) -> int:
-        """Ends the engine; returns the bytes of GPU memory that this process still holds."""
+    def shut_down(self) -> tuple[int, int]:
+        """Ends the engine; returns the bytes of GPU memory that this process still holds, and held before it."""
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
-        gc.collect()
+        for _ in range(2):
+            gc.collect()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated(), self.before
+
+
+def holders(count: int = 3, depth: int = 7) -> list[str]:
+    """What holds the largest tensors on the GPU: a line each, from the tensor to whom nothing but modules holds."""
+    found = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.is_cuda]
+    found.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
+    lines = []
+    for tensor in found[:count]:
+        chain, seen, one = [f"{list(tensor.shape)} {tensor.dtype}"], {id(found)}, tensor
+        for _ in range(depth):
+            seen.add(id(one))
+            mine = {id(sys._getframe()), id(chain), id(seen), id(lines)}
+            others = [o for o in gc.get_referrers(one) if id(o) not in seen | mine and not isinstance(o, FrameType)]
+            if not others:
+                break
+            names = [k for o in others if isinstance(o, dict) for k, v in o.items() if v is one]
+            kinds = Counter(f"{type(o).__module__}.{type(o).__name__}" for o in others)
+            chain.append(f"{dict(kinds)} {[str(n)[:60] for n in names[:3]]}")
+            one = next((o for o in others if not isinstance(o, (dict, list, tuple))), others[0])
+        lines.append(" <- ".join(chain))
+    return lines
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """Outputs of batches and traffic: kept in files, compared, and described."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.gpu import scenarios
 from tests.gpu.compare import Difference, combined, difference
 from tests.gpu.engine import Outputs, Steps
+from tests.gpu.scenarios import Request
 
 
 def batch_seeds(index: int) -> list[int]:
@@ -33,27 +35,47 @@ def compare(expected: Outputs, found: Outputs) -> Difference:
     return combined(parts)
 
 
-def save_outputs(path: Path, outputs: Sequence[Outputs], noise: Difference) -> None:
+@dataclass(frozen=True)
+class Recorded:
+    """What stock computed.
+
+    outputs: of each batch; repeats: each batch against itself, run again along the same tokens; noise: rows of a batch
+    against the same rows alone.
+    """
+
+    outputs: list[Outputs]
+    repeats: list[Difference]
+    noise: Difference
+
+
+def save_outputs(path: Path, recorded: Recorded) -> None:
     """Saves tokens and logits; logits as bfloat16 where that is exact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = []
-    for one in outputs:
+    for one in recorded.outputs:
         logits = {}
         for name, values in one.logits.items():
             short = values.bfloat16()
             logits[name] = short if torch.equal(short.float(), values) else values
         packed.append({"tokens": one.tokens, "logits": logits})
-    torch.save({"outputs": packed, "noise": noise.record()}, path)
+    repeats = [repeat.record() for repeat in recorded.repeats]
+    torch.save({"outputs": packed, "repeats": repeats, "noise": recorded.noise.record()}, path)
 
 
-def load_outputs(path: Path) -> tuple[list[Outputs], Difference]:
+def load_outputs(path: Path) -> Recorded:
     """What `save_outputs` saved, logits as float32."""
     data = torch.load(path)
     outputs = [
         Outputs(one["tokens"], {name: values.float() for name, values in one["logits"].items()})
         for one in data["outputs"]
     ]
-    return outputs, Difference(**data["noise"])
+    return Recorded(outputs, [Difference(**one) for one in data["repeats"]], Difference(**data["noise"]))
+
+
+def padded(requests: Sequence[Request], outputs: Outputs) -> dict[str, list[int]]:
+    """Tokens to force on a script's requests: an aborted one runs as long as it did, and not to its last output."""
+    wanted = {request.name: request.output_tokens for request in requests}
+    return {name: [*tokens, *[100] * (wanted[name] - len(tokens))] for name, tokens in outputs.tokens.items()}
 
 
 def traffic_coverage(counted: Steps) -> list[str]:

@@ -6,7 +6,16 @@ from pathlib import Path
 from tests.gpu import scenarios
 from tests.gpu.compare import Difference, combined, difference
 from tests.gpu.engine import Engine, Outputs, Steps, profile_kernels, run_batch, run_traffic
-from tests.gpu.outputs import batch_seeds, compare, described, replays_by_rows, save_outputs, traffic_coverage
+from tests.gpu.outputs import (
+    Recorded,
+    batch_seeds,
+    compare,
+    described,
+    padded,
+    replays_by_rows,
+    save_outputs,
+    traffic_coverage,
+)
 from tests.gpu.report import Report
 
 
@@ -33,19 +42,25 @@ def record_values(engine: Engine, steps: Steps, store: Path) -> Report:
         single = run_batch(engine, [length], [seed], scenarios.OUTPUT_TOKENS, [tokens])
         alone.append(difference(recorded[index].logits[str(row)], single.logits["0"]))
     noise, repeat = combined(alone), combined(repeats)
-    save_outputs(store / "values.pt", recorded, noise)
-    line = f"recorded {repeat.steps} steps; again: {described(repeats)}; alone, not in a batch: {described(alone)}"
-    return Report(line, failures, {"repeat": repeat.record(), "noise": noise.record(), "graph_steps": graph_steps})
+    save_outputs(store / "values.pt", Recorded(recorded, repeats, noise))
+    if all(one.differing for one in repeats):
+        failures.append("stock repeats itself in no batch, so that nothing can be held against it bit for bit")
+    by_batch = {name: one.record() for name, one in zip(graph_steps, repeats, strict=True)}
+    same = sum(not one.differing for one in repeats)
+    again = f"{same} of {len(repeats)} batches the same, {described(repeats)}"
+    line = f"recorded {repeat.steps} steps; again: {again}; alone, not in a batch: {described(alone)}"
+    data = {"repeat": repeat.record(), "repeats": by_batch, "noise": noise.record(), "graph_steps": graph_steps}
+    return Report(line, failures, data)
 
 
 def record_traffic(engine: Engine, steps: Steps, store: Path) -> Report:
-    """Plays the script twice, for what it returns and how well it repeats."""
+    """Plays the script, and again along the same tokens, for what it returns and how well it repeats."""
     before = steps.copy()
     first, _ = run_traffic(engine, scenarios.TRAFFIC)
     counted = steps.since(before)
-    again, _ = run_traffic(engine, scenarios.TRAFFIC)
-    save_outputs(store / "traffic.pt", [first], Difference())
+    again, _ = run_traffic(engine, scenarios.TRAFFIC, padded(scenarios.TRAFFIC, first))
     repeat = compare(first, again)
+    save_outputs(store / "traffic.pt", Recorded([first], [repeat], Difference()))
     failures = traffic_coverage(counted)
     line = (
         f"{counted.total} steps, {sum(counted.replays.values())} of them graph replays ({replays_by_rows(counted)}); "

@@ -25,16 +25,25 @@ class ToyEngine:
     steps: Steps = field(default_factory=Steps)
     error: float = 0.0
     error_from: int = 0
+    # Rows of the batches and traffic that chance adds noise to, as atomics do; every call has noise of its own.
+    chance_rows: int = 0
+    calls: int = 0
     lose: str = ""
     uncounted: int = 0
     counted: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, int] = field(default_factory=lambda: {"gemm": 8, "norm": 4})
 
-    def row(self, prompt: int, tokens: int, forced: Sequence[int] | None) -> tuple[list[int], torch.Tensor]:
-        """Output tokens and logits of one request."""
+    def row(
+        self, prompt: int, tokens: int, forced: Sequence[int] | None, batch: int = 1
+    ) -> tuple[list[int], torch.Tensor]:
+        """Output tokens and logits of one request, in a batch of so many."""
         last, rows, chosen = prompt, [], []
+        self.calls += 1
+        noise = torch.Generator().manual_seed(self.calls)
         for step in range(tokens):
             logits = torch.randn(IDS, generator=torch.Generator().manual_seed(last)).bfloat16().float()
+            if batch == self.chance_rows:
+                logits = logits + 0.01 * torch.randn(IDS, generator=noise)
             rows.append(logits + (self.error if step >= self.error_from else 0.0) * torch.arange(IDS))
             last = forced[step] if forced else int(rows[-1].argmax())
             chosen.append(last)
@@ -50,7 +59,8 @@ class ToyEngine:
     ) -> Outputs:
         self.steps.total += output_tokens
         self.steps.replays[len(lengths)] += output_tokens - 1
-        rows = {str(i): self.row(seed, output_tokens, forced[i] if forced else None) for i, seed in enumerate(seeds)}
+        given = forced or [None] * len(seeds)
+        rows = {str(i): self.row(seed, output_tokens, given[i], len(seeds)) for i, seed in enumerate(seeds)}
         logits = {name: row[1] for name, row in rows.items()} if record else {}
         return Outputs({name: row[0] for name, row in rows.items()}, logits)
 
@@ -63,7 +73,7 @@ class ToyEngine:
         for seed, request in enumerate(requests):
             count = request.output_tokens if request.abort is None else max(0, request.abort - request.step - 3)
             given = forced[request.name] if forced else None
-            tokens, logits = self.row(seed, max(1, count), given)
+            tokens, logits = self.row(seed, max(1, count), given, len(requests))
             rows[request.name] = (tokens[:count], logits[:count])
         if self.lose:
             rows[self.lose] = (rows[self.lose][0][:-1], rows[self.lose][1][:-1])
@@ -87,9 +97,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
-def stock(store: Path) -> list[Report]:
+def stock(store: Path, chance_rows: int = 0) -> list[Report]:
     """Runs the stock engine's phases."""
-    engine = ToyEngine()
+    engine = ToyEngine(chance_rows=chance_rows)
     return [
         stock_phases.record_profiles(engine, store),  # type: ignore[arg-type]
         stock_phases.record_values(engine, engine.steps, store),  # type: ignore[arg-type]
@@ -131,9 +141,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     exact = torch.randn(3, 4).bfloat16().float()
     fine = torch.tensor([[1.0 + 2**-20]])
     noise = Difference(steps=3, rms=0.5)
-    outputs.save_outputs(tmp_path / "a" / "x.pt", [Outputs({"0": [1, 2]}, {"0": exact, "1": fine})], noise)
-    (loaded,), back = outputs.load_outputs(tmp_path / "a" / "x.pt")
-    assert (loaded.tokens, back) == ({"0": [1, 2]}, noise)
+    repeats = [Difference(steps=3), Difference(steps=4, differing=1, largest=0.5)]
+    recorded = outputs.Recorded([Outputs({"0": [1, 2]}, {"0": exact, "1": fine})], repeats, noise)
+    outputs.save_outputs(tmp_path / "a" / "x.pt", recorded)
+    back = outputs.load_outputs(tmp_path / "a" / "x.pt")
+    (loaded,) = back.outputs
+    assert (loaded.tokens, back.repeats, back.noise) == ({"0": [1, 2]}, repeats, noise)
     assert torch.equal(loaded.logits["0"], exact)
     assert torch.equal(loaded.logits["1"], fine)
     assert loaded.logits["0"].dtype == torch.float32
@@ -152,10 +165,58 @@ def test_other_values_are_found(recorded: Path) -> None:
     report = values(late, recorded)
     rows = sum(map(len, scenarios.BATCHES))
     steps = rows * scenarios.OUTPUT_TOKENS
-    assert report.failures[0].startswith(f"logits differ in {rows * (scenarios.OUTPUT_TOKENS - 100)} of {steps} steps")
+    found = f"{rows * (scenarios.OUTPUT_TOKENS - 100)} of {steps} steps differ"
+    assert report.line.startswith(found)
+    # One for every batch.
+    assert len([one for one in report.failures if "expected none" in one]) == len(scenarios.BATCHES)
     assert traffic(late, recorded).failures
     # The toy's stock has no noise of its own, so nothing else is close to it either.
     assert "expected at most 1.5 times stock's own noise, 0" in values(late, recorded, "close").failures[0]
+
+
+@pytest.mark.parametrize("rows", [8, len(scenarios.TRAFFIC)])
+def test_where_stock_does_not_repeat_its_own_noise_is_the_limit(tmp_path: Path, rows: int) -> None:
+    """Batches of 8 rows, or the traffic, differ from run to run; everything else is still held to the bit."""
+    _, recorded, _ = stock(tmp_path, rows)
+    assert recorded.failures == []
+    differing = [name for name, one in recorded.data["repeats"].items() if one["differing"]]
+    assert all(name.count(",") == 7 for name in differing) and len(differing) == (2 if rows == 8 else 0)
+    noisy = ToyEngine(chance_rows=rows, calls=10_000)
+    assert values(noisy, tmp_path).failures == []
+    assert traffic(noisy, tmp_path).failures == []
+    wrong = ToyEngine(chance_rows=rows, calls=10_000, error=0.05)
+    found = values(wrong, tmp_path).failures
+    assert sum("expected at most 1.5 times stock's own noise" in one for one in found) == len(differing)
+    assert sum("expected none" in one for one in found) == len(scenarios.BATCHES) - len(differing)
+    assert traffic(wrong, tmp_path).failures
+
+
+def test_stock_that_never_repeats_is_no_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "BATCHES", ((300,) * 8, (1, 2, 3, 4, 5, 6, 7, 8)))
+    monkeypatch.setattr(scenarios, "ALONE_BATCH", 1)
+    _, recorded, _ = stock(tmp_path, 8)
+    assert recorded.failures == ["stock repeats itself in no batch, so that nothing can be held against it bit for bit"]
+
+
+class Ended:
+    """An engine whose end leaves some memory."""
+
+    def __init__(self, left: int, before: int = 0) -> None:
+        self.left, self.before = left, before
+
+    def shut_down(self) -> tuple[int, int]:
+        return self.left, self.before
+
+
+@pytest.mark.parametrize(
+    ("left", "before", "failures"), [(2.5e9, 0, 0), (3.2e9, 0, 1), (5.2e9, 2.8e9, 0), (5.2e9, 2.0e9, 1)]
+)
+def test_an_engine_leaves_no_more_memory_than_stocks(tmp_path: Path, left: int, before: int, failures: int) -> None:
+    phases.record_shutdown(Ended(2_000_000_000), tmp_path)  # type: ignore[arg-type]
+    report = phases.shut_down(Ended(int(left), int(before)), tmp_path)  # type: ignore[arg-type]
+    assert len(report.failures) == failures
+    if failures:
+        assert report.failures[0] == "3.20 GB more than before still allocated, stock's engine leaves 2.00 GB"
 
 
 def test_lost_tokens_are_found(recorded: Path) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).absolute().parent.parent.parent
 WORK = Path("/tmp/specialized-decode/run")
 MODELS = Path("/tmp/specialized-decode/models")
 # What the stock engine leaves for the executor's.
-STORED = ("profile.json", "values.pt", "traffic.pt")
+STORED = ("profile.json", "values.pt", "traffic.pt", "shutdown.json")
 LAYERS, TIMED_LAYERS, SHARD_TP = 8, 40, 4
 # Imports and the first contact with the GPU, before a process's first phase starts.
 FIRST_PHASE_SECONDS = 180.0

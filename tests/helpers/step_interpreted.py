@@ -83,13 +83,15 @@ def run_interpreted(path: str) -> None:
 
 
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
-    """`widened` and `rounded` of the boundary's kernels."""
+    """`widened`, `rounded` and `reciprocal` of the boundary's kernels."""
     import triton.language as tl
 
     (value,) = arguments
     if asm.startswith("cvt.rn.bf16x2.f32"):
         number = value.to(tl.bfloat16)
         return number, number.to(tl.float32)
+    if asm.startswith("rcp.approx.ftz.f32"):
+        return 1 / value
     assert asm.startswith("shl.b32") and dtype == tl.float32, asm
     return value.to(tl.float32)
 
