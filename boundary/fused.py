@@ -91,6 +91,7 @@ class FusedBoundary:
             values = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device=residual.device)
             scales = torch.empty(rows, hidden // 32, dtype=torch.uint8, device=residual.device)
             quant = QuantizedInput(values, scales)
+        plain = self.size == 1 and unfinalized is None and collapse is not None and not quantize
         pre, norm, eps = collapse or (post, residual, 0.0)
         mailbox = self.mailbox
         boundary_kernel[(rows,)](
@@ -123,11 +124,12 @@ class FusedBoundary:
             PUBLISHED=published,
             # Many rows have no use for it: their programs outnumber the multiprocessors.
             SETTLED=settled and rows <= tuning.EARLY_ROWS,
-            EARLY=rows <= tuning.EARLY_ROWS,
+            TRIGGER=tuning.trigger(rows),
             MANY=rows > tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,
             num_warps=tuning.boundary_warps(hidden, rows),
+            maxnreg=tuning.boundary_registers(rows, plain),
             launch_pdl=True,
             # So that every variant rounds alike, whatever the compiler could have fused in it.
             enable_fp_fusion=False,
@@ -218,7 +220,7 @@ class FusedCoefficients:
             projection_kernel[(split.splits, -(-rows // block))](
                 flat, self._pieces[fn.data_ptr()], self._partial, rows, K=k, SPLITS=split.splits,
                 COLUMNS=split.columns, BLOCK_ROWS=block, BLOCK_K=tuning.PROJECTION_COLUMNS,
-                num_warps=tuning.projection_warps(rows), launch_pdl=True,
+                num_warps=tuning.projection_warps(rows), num_stages=tuning.PROJECTION_STAGES, launch_pdl=True,
             )  # fmt: skip
             finish_kernel[(rows,)](
                 self._partial, *outputs, *out, mixer.rms_eps, mixer.hc_eps, K=k, SPLITS=split.splits,

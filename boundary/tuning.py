@@ -34,10 +34,25 @@ def parts(hidden: int) -> Parts:
 EARLY_ROWS = 128
 
 
+def trigger(rows: int) -> int:
+    """When a boundary lets the next launch start: 1 at its own start, 2 ahead of its norm, 0 at its end."""
+    return 1 if rows <= EARLY_ROWS else 0
+
+
 def boundary_warps(hidden: int, rows: int) -> int:
     """Warps of a boundary's program. At hidden 5120 in a graph chain on an H200 (2026-11-30) 16 warps take 2.85 us at 1
     row and 3.12 at 48, 32 warps 3.06 and 3.23; at 384 rows 8 warps take 13.1, 16 warps 15.8, 32 warps 13.2."""
     return max(1, min(16 if rows <= EARLY_ROWS else 8, parts(hidden).main // 256))
+
+
+def boundary_registers(rows: int, plain: bool) -> int | None:
+    """Registers of a boundary's thread at most; None leaves it to the compiler. plain: all of it and no more, for one
+    rank, of a tensor: the others would spill."""
+    return 80 if rows > EARLY_ROWS and plain else None
+
+
+# Buffers of a projection's step, of 64 rows at many rows.
+PROJECTION_STAGES = 3
 
 
 # Programs of a projection at most: two a multiprocessor of an H200. At 384 rows 8.2 us, 10.4 with one; at 48 rows 4.9

@@ -260,7 +260,7 @@ def boundary_kernel(
     TOPK: tl.constexpr,
     PUBLISHED: tl.constexpr,
     SETTLED: tl.constexpr,
-    EARLY: tl.constexpr,
+    TRIGGER: tl.constexpr,
     MANY: tl.constexpr,
     FULL: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -281,7 +281,7 @@ def boundary_kernel(
         if not MANY:
             b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     tl.extra.cuda.gdc_wait()
-    if EARLY:
+    if TRIGGER == 1:
         tl.extra.cuda.gdc_launch_dependents()
     generation = tl.zeros((), tl.int64)
     if RANKS > 1:
@@ -326,6 +326,8 @@ def boundary_kernel(
         # Of many rows more programs fit on a multiprocessor with the registers that this saves, and hide the wait.
         b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     b = _update(b, b0, b1, b2, b3, m0, m1, m2, m3, out + second, inside, H, FULL)
+    if TRIGGER == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     if FULL:
         inverse = tl.rsqrt(row_sum(a * a, b * b) / H + eps)
         if MANY:

@@ -55,6 +55,7 @@ class Variant:
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     warps: int
+    registers: int | None = None
 
 
 def boundary(
@@ -68,11 +69,13 @@ def boundary(
     quantize: bool = False,
 ) -> Variant:
     constants = {
-        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "EARLY": early, "MANY": not early,
-        "FULL": full, "QUANTIZE": quantize,
+        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "TRIGGER": int(early),
+        "MANY": not early, "FULL": full, "QUANTIZE": quantize,
     }  # fmt: skip
     warps = WARPS if early else WARPS_OF_MANY
-    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, warps)
+    plain = ranks == 1 and not topk and full and not quantize
+    registers = tuning.boundary_registers(1 if early else MAX_ROWS, plain)
+    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, warps, registers)
 
 
 def mixes(k: int, rows: int) -> dict[str, Variant]:
@@ -108,6 +111,10 @@ def variants() -> dict[str, Variant]:
     found = {
         "boundary": boundary(1),
         "boundary, settled": boundary(1, settled=True),
+        "boundary, many rows": boundary(1, early=False),
+        "boundary, many rows, unfinalized": boundary(1, 6, early=False),
+        "boundary, many rows, quantized": boundary(1, early=False, quantize=True),
+        "boundary, many rows, residual only": boundary(1, early=False, full=False),
         "boundary, many rows, unfinalized, quantized": boundary(1, 6, early=False, quantize=True),
         "boundary, many rows, 8 ranks, unfinalized, quantized": boundary(8, 6, early=False, quantize=True),
         "boundary, settled, unfinalized, quantized": boundary(1, 6, settled=True, quantize=True),
@@ -153,7 +160,13 @@ def compiled(variant: Variant, architecture: int, folder: Path) -> dict[str, int
     kernel = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": variant.warps, "launch_pdl": True, "enable_fp_fusion": False},
+        options={
+            "num_warps": variant.warps,
+            "num_stages": tuning.PROJECTION_STAGES,
+            "maxnreg": variant.registers,
+            "launch_pdl": True,
+            "enable_fp_fusion": False,
+        },
     )
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -183,7 +196,7 @@ def test_every_value_occurs() -> None:
     used = [variant.constants for variant in VARIANTS.values() if variant.kernel is fused.boundary_kernel]
     assert {constants["RANKS"] for constants in used} == {1, 2, 4, 8}
     assert {constants["TOPK"] for constants in used} == {0, 6}
-    for flag in ("PUBLISHED", "SETTLED", "EARLY", "MANY", "FULL", "QUANTIZE"):
+    for flag in ("PUBLISHED", "SETTLED", "TRIGGER", "MANY", "FULL", "QUANTIZE"):
         assert {constants[flag] for constants in used} == {False, True}
 
 

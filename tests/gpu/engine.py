@@ -3,14 +3,12 @@
 import gc
 import itertools
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -146,27 +144,6 @@ class Engine:
             gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(), self.before
-
-
-def holders(count: int = 3, depth: int = 7) -> list[str]:
-    """What holds the largest tensors on the GPU: a line each, from the tensor to whom nothing but modules holds."""
-    found = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.is_cuda]
-    found.sort(key=lambda tensor: -tensor.untyped_storage().nbytes())
-    lines = []
-    for tensor in found[:count]:
-        chain, seen, one = [f"{list(tensor.shape)} {tensor.dtype}"], {id(found)}, tensor
-        for _ in range(depth):
-            seen.add(id(one))
-            mine = {id(sys._getframe()), id(chain), id(seen), id(lines)}
-            others = [o for o in gc.get_referrers(one) if id(o) not in seen | mine and not isinstance(o, FrameType)]
-            if not others:
-                break
-            names = [k for o in others if isinstance(o, dict) for k, v in o.items() if v is one]
-            kinds = Counter(f"{type(o).__module__}.{type(o).__name__}" for o in others)
-            chain.append(f"{dict(kinds)} {[str(n)[:60] for n in names[:3]]}")
-            one = next((o for o in others if not isinstance(o, (dict, list, tuple))), others[0])
-        lines.append(" <- ".join(chain))
-    return lines
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

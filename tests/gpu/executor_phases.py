@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import scenarios
-from tests.gpu.compare import combined, failures_if_close, failures_if_identical, missing_kernels
+from tests.gpu.compare import Difference, combined, failures_if_close, failures_if_identical, missing_kernels
 from tests.gpu.engine import (
     Engine,
     Steps,
@@ -23,6 +23,7 @@ from tests.gpu.outputs import (
     batch_seeds,
     compare,
     described,
+    failures_beside,
     load_outputs,
     padded,
     replays_by_rows,
@@ -59,27 +60,27 @@ def check_captures(captured: Sequence[int], graph_sizes: Sequence[int]) -> list[
 def check_values(engine: Engine, args: argparse.Namespace, store: Path) -> Report:
     """Runs every batch along stock's tokens and compares.
 
-    Where kernels are the same and stock repeats itself, everything is equal, a free run's text too; where stock does
-    not, the executor is no further from it than stock itself.
+    Where kernels are the same, rows that stock repeats are equal, a free run's text too; where stock does not repeat
+    itself, the executor is no further from it than stock is.
     """
     recorded = load_outputs(store / "values.pt")
-    found, texts, rows, failures, by_batch = [], 0, 0, [], {}
+    found: list[Difference] = []
+    texts, rows, failures, by_batch = 0, 0, [], {}
     for index, (lengths, stock) in enumerate(zip(scenarios.BATCHES, recorded.outputs, strict=True)):
         name = ",".join(map(str, lengths))
         forced = [stock.tokens[str(row)] for row in range(len(lengths))]
         part = compare(stock, run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, forced))
-        found.append(part)
-        by_batch[name] = part.record()
+        found += part.values()
+        by_batch[name] = combined(part.values()).record()
         if args.expect != "identical":
             continue
-        repeat = recorded.repeats[index]
-        if repeat.differing:
-            failures += [f"{name}: {failure}" for failure in failures_if_close(part, repeat)]
-            continue
-        failures += [f"{name}: {failure}" for failure in failures_if_identical(part)]
-        free = run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, record=False)
-        rows += len(lengths)
-        texts += sum(free.tokens[row] == stock.tokens[row] for row in stock.tokens)
+        repeats = recorded.repeats[index]
+        failures += [f"batch {name}: {failure}" for failure in failures_beside(repeats, part)]
+        same = [row for row, one in repeats.items() if not one.differing]
+        if same:
+            free = run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, record=False)
+            rows += len(same)
+            texts += sum(free.tokens[row] == stock.tokens[row] for row in same)
     if texts != rows:
         failures.append(f"{texts} of {rows} texts are stock's, expected all")
     total, noise = combined(found), recorded.noise
@@ -92,20 +93,24 @@ def check_values(engine: Engine, args: argparse.Namespace, store: Path) -> Repor
 def check_traffic(engine: Engine, args: argparse.Namespace, steps: Steps, store: Path) -> Report:
     """Plays stock's script, compares outputs, and holds the counters against an independent count."""
     recorded = load_outputs(store / "traffic.pt")
-    (stock,), (repeat,) = recorded.outputs, recorded.repeats
-    noise = load_outputs(store / "values.pt").noise if args.expect != "identical" else repeat
-    same = args.expect == "identical" and not repeat.differing
+    (stock,), (repeats,) = recorded.outputs, recorded.repeats
+    # Where every request repeats, they are left to themselves, and their tokens must be stock's too.
+    same = args.expect == "identical" and not any(one.differing for one in repeats.values())
     forced = None if same else padded(scenarios.TRAFFIC, stock)
     before, counters = steps.copy(), step_counters()
     outputs, _ = run_traffic(engine, scenarios.TRAFFIC, forced)
     counted = steps.since(before)
     failures = traffic_coverage(counted) + check_counters(settled_counters(engine, counted.total, counters), counted)
-    found = compare(stock, outputs)
+    compared = compare(stock, outputs)
+    found = combined(compared.values())
     if same:
         failures += failures_if_identical(found)
         failures += [f"{n}: other tokens than stock's" for n, t in stock.tokens.items() if outputs.tokens[n] != t]
     else:
-        failures += failures_if_close(found, noise)
+        if args.expect == "identical":
+            failures += failures_beside(repeats, compared)
+        else:
+            failures += failures_if_close(found, load_outputs(store / "values.pt").noise)
         lengths = {name: len(tokens) for name, tokens in stock.tokens.items()}
         failures += [
             f"{n}: {len(t)} tokens, stock {lengths[n]}" for n, t in outputs.tokens.items() if len(t) != lengths[n]
@@ -150,13 +155,11 @@ def check_again(engine: Engine, store: Path, expect: str) -> Report:
     """A short comparison of an engine that was built a second time in this process."""
     recorded = load_outputs(store / "values.pt")
     index = scenarios.ALONE_BATCH
-    lengths, stock, repeat = scenarios.BATCHES[index], recorded.outputs[index], recorded.repeats[index]
+    lengths, stock, repeats = scenarios.BATCHES[index], recorded.outputs[index], recorded.repeats[index]
     forced = [stock.tokens[str(row)] for row in range(len(lengths))]
-    found = compare(stock, run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, forced))
-    if expect == "identical" and not repeat.differing:
-        failures = failures_if_identical(found)
-    else:
-        failures = failures_if_close(found, repeat if expect == "identical" else recorded.noise)
+    compared = compare(stock, run_batch(engine, lengths, batch_seeds(index), scenarios.OUTPUT_TOKENS, forced))
+    found = combined(compared.values())
+    failures = failures_beside(repeats, compared) if expect == "identical" else failures_if_close(found, recorded.noise)
     return Report(f"second engine: {described([found])}", failures, {"total": found.record()})
 
 

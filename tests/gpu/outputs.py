@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu import scenarios
-from tests.gpu.compare import Difference, combined, difference
+from tests.gpu.compare import Difference, combined, difference, failures_if_close, failures_if_identical
 from tests.gpu.engine import Outputs, Steps
 from tests.gpu.scenarios import Request
 
@@ -25,26 +25,37 @@ def described(values: Sequence[Difference]) -> str:
     )
 
 
-def compare(expected: Outputs, found: Outputs) -> Difference:
-    names = [name for name in expected.logits if name in found.logits]
-    parts = []
-    for name in names:
+def compare(expected: Outputs, found: Outputs) -> dict[str, Difference]:
+    """Row by row, as far as both go."""
+    parts = {}
+    for name in expected.logits.keys() & found.logits.keys():
         a, b = expected.logits[name], found.logits[name]
         count = min(len(a), len(b))
-        parts.append(difference(a[:count], b[:count]))
-    return combined(parts)
+        parts[name] = difference(a[:count], b[:count])
+    return parts
+
+
+def failures_beside(repeats: dict[str, Difference], found: dict[str, Difference]) -> list[str]:
+    """What is wrong with a run on stock's kernels: rows that stock repeats bit for bit are equal to it, and the others
+    together are no further from it than it is from itself."""
+    exact = [name for name, one in repeats.items() if not one.differing]
+    failures = [f"row {name}: {one}" for name in exact if name in found for one in failures_if_identical(found[name])]
+    rest = [name for name in repeats if name not in exact and name in found]
+    if rest:
+        failures += failures_if_close(combined(found[n] for n in rest), combined(repeats[n] for n in rest))
+    return failures
 
 
 @dataclass(frozen=True)
 class Recorded:
     """What stock computed.
 
-    outputs: of each batch; repeats: each batch against itself, run again along the same tokens; noise: rows of a batch
-    against the same rows alone.
+    outputs: of each batch; repeats: each row of each batch against itself, run again along the same tokens; noise: rows
+    of a batch against the same rows alone.
     """
 
     outputs: list[Outputs]
-    repeats: list[Difference]
+    repeats: list[dict[str, Difference]]
     noise: Difference
 
 
@@ -58,7 +69,7 @@ def save_outputs(path: Path, recorded: Recorded) -> None:
             short = values.bfloat16()
             logits[name] = short if torch.equal(short.float(), values) else values
         packed.append({"tokens": one.tokens, "logits": logits})
-    repeats = [repeat.record() for repeat in recorded.repeats]
+    repeats = [{row: one.record() for row, one in rows.items()} for rows in recorded.repeats]
     torch.save({"outputs": packed, "repeats": repeats, "noise": recorded.noise.record()}, path)
 
 
@@ -69,7 +80,8 @@ def load_outputs(path: Path) -> Recorded:
         Outputs(one["tokens"], {name: values.float() for name, values in one["logits"].items()})
         for one in data["outputs"]
     ]
-    return Recorded(outputs, [Difference(**one) for one in data["repeats"]], Difference(**data["noise"]))
+    repeats = [{row: Difference(**one) for row, one in rows.items()} for rows in data["repeats"]]
+    return Recorded(outputs, repeats, Difference(**data["noise"]))
 
 
 def padded(requests: Sequence[Request], outputs: Outputs) -> dict[str, list[int]]:

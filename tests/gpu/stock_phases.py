@@ -41,15 +41,23 @@ def record_values(engine: Engine, steps: Steps, store: Path) -> Report:
         length, seed = scenarios.BATCHES[index][row], batch_seeds(index)[row]
         single = run_batch(engine, [length], [seed], scenarios.OUTPUT_TOKENS, [tokens])
         alone.append(difference(recorded[index].logits[str(row)], single.logits["0"]))
-    noise, repeat = combined(alone), combined(repeats)
+    rows = [one for batch in repeats for one in batch.values()]
+    noise, repeat = combined(alone), combined(rows)
     save_outputs(store / "values.pt", Recorded(recorded, repeats, noise))
-    if all(one.differing for one in repeats):
-        failures.append("stock repeats itself in no batch, so that nothing can be held against it bit for bit")
-    by_batch = {name: one.record() for name, one in zip(graph_steps, repeats, strict=True)}
-    same = sum(not one.differing for one in repeats)
-    again = f"{same} of {len(repeats)} batches the same, {described(repeats)}"
-    line = f"recorded {repeat.steps} steps; again: {again}; alone, not in a batch: {described(alone)}"
-    data = {"repeat": repeat.record(), "repeats": by_batch, "noise": noise.record(), "graph_steps": graph_steps}
+    same = sum(not one.differing for one in rows)
+    if not same:
+        failures.append("stock repeats itself in no row, so that nothing can be held against it bit for bit")
+    by_batch = {name: combined(batch.values()).record() for name, batch in zip(graph_steps, repeats, strict=True)}
+    repeated = f"{same} of {len(rows)} rows the same, {described(rows)}"
+    line = f"recorded {repeat.steps} steps; again: {repeated}; alone, not in a batch: {described(alone)}"
+    data = {
+        "repeat": repeat.record(),
+        "rows": len(rows),
+        "same": same,
+        "repeats": by_batch,
+        "noise": noise.record(),
+        "graph_steps": graph_steps,
+    }
     return Report(line, failures, data)
 
 
@@ -59,12 +67,13 @@ def record_traffic(engine: Engine, steps: Steps, store: Path) -> Report:
     first, _ = run_traffic(engine, scenarios.TRAFFIC)
     counted = steps.since(before)
     again, _ = run_traffic(engine, scenarios.TRAFFIC, padded(scenarios.TRAFFIC, first))
-    repeat = compare(first, again)
-    save_outputs(store / "traffic.pt", Recorded([first], [repeat], Difference()))
+    repeats = compare(first, again)
+    repeat, same = combined(repeats.values()), sum(not one.differing for one in repeats.values())
+    save_outputs(store / "traffic.pt", Recorded([first], [repeats], Difference()))
     failures = traffic_coverage(counted)
     line = (
         f"{counted.total} steps, {sum(counted.replays.values())} of them graph replays ({replays_by_rows(counted)}); "
-        f"again: {described([repeat])}"
+        f"again: {same} of {len(repeats)} requests the same, {described([repeat])}"
     )
     return Report(line, failures, {"repeat": repeat.record(), "steps": counted.total, "replays": dict(counted.replays)})
 

@@ -59,7 +59,7 @@ class ToyEngine:
     ) -> Outputs:
         self.steps.total += output_tokens
         self.steps.replays[len(lengths)] += output_tokens - 1
-        given = forced or [None] * len(seeds)
+        given: Sequence[Sequence[int] | None] = forced or [None] * len(seeds)
         rows = {str(i): self.row(seed, output_tokens, given[i], len(seeds)) for i, seed in enumerate(seeds)}
         logits = {name: row[1] for name, row in rows.items()} if record else {}
         return Outputs({name: row[0] for name, row in rows.items()}, logits)
@@ -141,7 +141,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     exact = torch.randn(3, 4).bfloat16().float()
     fine = torch.tensor([[1.0 + 2**-20]])
     noise = Difference(steps=3, rms=0.5)
-    repeats = [Difference(steps=3), Difference(steps=4, differing=1, largest=0.5)]
+    repeats = [{"0": Difference(steps=3), "1": Difference(steps=4, differing=1, largest=0.5)}]
     recorded = outputs.Recorded([Outputs({"0": [1, 2]}, {"0": exact, "1": fine})], repeats, noise)
     outputs.save_outputs(tmp_path / "a" / "x.pt", recorded)
     back = outputs.load_outputs(tmp_path / "a" / "x.pt")
@@ -167,8 +167,7 @@ def test_other_values_are_found(recorded: Path) -> None:
     steps = rows * scenarios.OUTPUT_TOKENS
     found = f"{rows * (scenarios.OUTPUT_TOKENS - 100)} of {steps} steps differ"
     assert report.line.startswith(found)
-    # One for every batch.
-    assert len([one for one in report.failures if "expected none" in one]) == len(scenarios.BATCHES)
+    assert len([one for one in report.failures if "expected none" in one]) == rows
     assert traffic(late, recorded).failures
     # The toy's stock has no noise of its own, so nothing else is close to it either.
     assert "expected at most 1.5 times stock's own noise, 0" in values(late, recorded, "close").failures[0]
@@ -187,7 +186,9 @@ def test_where_stock_does_not_repeat_its_own_noise_is_the_limit(tmp_path: Path, 
     wrong = ToyEngine(chance_rows=rows, calls=10_000, error=0.05)
     found = values(wrong, tmp_path).failures
     assert sum("expected at most 1.5 times stock's own noise" in one for one in found) == len(differing)
-    assert sum("expected none" in one for one in found) == len(scenarios.BATCHES) - len(differing)
+    rows_in_all, noisy_rows = recorded.data["rows"], recorded.data["rows"] - recorded.data["same"]
+    assert (rows_in_all, noisy_rows) == (sum(map(len, scenarios.BATCHES)), 8 * len(differing))
+    assert sum("expected none" in one for one in found) == rows_in_all - noisy_rows
     assert traffic(wrong, tmp_path).failures
 
 
@@ -195,7 +196,7 @@ def test_stock_that_never_repeats_is_no_measure(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(scenarios, "BATCHES", ((300,) * 8, (1, 2, 3, 4, 5, 6, 7, 8)))
     monkeypatch.setattr(scenarios, "ALONE_BATCH", 1)
     _, recorded, _ = stock(tmp_path, 8)
-    assert recorded.failures == ["stock repeats itself in no batch, so that nothing can be held against it bit for bit"]
+    assert recorded.failures == ["stock repeats itself in no row, so that nothing can be held against it bit for bit"]
 
 
 class Ended:
