@@ -5,6 +5,7 @@ runs those operations and no Python, nothing may be read back or sized by data w
 side stream must be joined before it is read and before the capture ends.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -239,11 +240,25 @@ def _slots_in(values: Iterable[Any]) -> Iterator[int]:
             yield from _slots_in(value)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps the collector out of a capture: a graph that it frees there makes the driver give the capture up."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _capture_cuda(run: Callable[[], None]) -> Graph:
+    # What has piled up goes now.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     failure: BaseException | None = None
     try:
-        with torch.cuda.graph(graph):
+        with _no_garbage_collection(), torch.cuda.graph(graph):
             try:
                 run()
             except BaseException as error:
@@ -275,7 +290,7 @@ def capture(device: EmulatedDevice | None, run: Callable[[], None]) -> Graph:
     emulated = EmulatedGraph(device)
     device.begin()
     try:
-        with torch.no_grad(), emulated:
+        with _no_garbage_collection(), torch.no_grad(), emulated:
             run()
     except BaseException:
         device.capturing = False

@@ -1,7 +1,9 @@
 """Emulated capture: replays against eager runs on other inputs, and what a capture must refuse."""
 
+import gc
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -489,6 +491,27 @@ def test_an_error_surfaces_as_itself_and_leaves_the_device_usable(where: str) ->
     assert not device.capturing and device.current == device.MAIN
     assert x.add(1).tolist() == [2.0, 2.0]
     _captures_and_replays(device)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_capture_collects_no_garbage(enabled: bool, fails: bool) -> None:
+    """A graph that the collector frees in a capture ends it; afterwards the collector is as it was."""
+    seen: list[bool] = []
+
+    def run() -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise KeyError("the error itself")
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError) if fails else nullcontext():
+            capture(EmulatedDevice(), run)
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_an_error_of_torch_itself() -> None:

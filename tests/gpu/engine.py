@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.gpu.scenarios import Request, prompt
 
+COPY = "Memcpy DtoD (Device -> Device)"
 COUNTER = "specialized_decode:steps_total"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -275,6 +276,11 @@ def settled_counters(engine: Engine, expected_total: int, before: dict[tuple[str
     return dict(named)
 
 
+def operation(name: str) -> str:
+    """What ran, by its name in a profile. Some copies the driver makes by a kernel of its own, as addresses allow."""
+    return COPY if name.startswith("memcpy32") else name
+
+
 def profile_kernels(engine: Engine, rows: int, context: int, steps: int = 4) -> dict[str, int]:
     """What ran on the GPU in `steps` decode steps, by name: kernels, copies and fills."""
     llm_engine = engine.llm.llm_engine
@@ -293,7 +299,7 @@ def profile_kernels(engine: Engine, rows: int, context: int, steps: int = 4) -> 
     while llm_engine.has_unfinished_requests():
         llm_engine.step()
     cuda = torch.autograd.DeviceType.CUDA
-    return dict(Counter(event.name for event in profile.events() if event.device_type == cuda))
+    return dict(Counter(operation(event.name) for event in profile.events() if event.device_type == cuda))
 
 
 def timed_steps(engine: Engine, rows: int, context: int, steps: int) -> list[float]:

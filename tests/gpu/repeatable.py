@@ -1,10 +1,17 @@
 """Stock kernels that give the same bits every time, so that a run can be held against another bit for bit.
 
+vLLM differs from itself in every step, for two reasons. Each has a remedy here, the same for stock and the executor.
+
 Humming's Stream-K kernels cut the work of a GEMM evenly over the multiprocessors. Where a tile's sum comes out of more
-than three of them, it is added up by atomics in bfloat16, in an order that is chance: vLLM then differs from itself in
-every step. On as many programs as the weight has tiles each sum stays whole. The kernels are the same, and slower.
+than three of them, it is added up by atomics in bfloat16, in an order that is chance. On as many programs as the weight
+has tiles each sum stays whole. The kernels are the same, and slower.
+
+The indexer's top-k writes the positions that it selects in an order of chance too, and attention adds them up in it.
+Here they are put in order.
 """
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,8 +44,42 @@ def whole_tiles(config: Mapping[str, Any], columns: int, multiprocessors: int) -
     return {**config, "num_sms": count // resident if count % resident == 0 else count}
 
 
+def put_in_order(positions: Any) -> None:
+    """Sorts each row of selected positions [rows, k] int32 in place: the lowest first, those unused, -1, at the end."""
+    unused = positions.new_full((), 2**31 - 1)
+    found = positions.where(positions >= 0, unused).sort(dim=1).values
+    positions.copy_(found.masked_fill(found == unused, -1))
+
+
 def make_repeatable() -> None:
-    """Makes every Humming GEMM of this process, from now on, one that repeats. Before an engine is built."""
+    """Makes the kernels of this process, from now on, ones that repeat. Before an engine is built."""
+    make_gemms_repeatable()
+    make_selection_repeatable()
+
+
+def make_selection_repeatable() -> None:
+    """Puts in order what the indexer selects, in prefill and in decode."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
+
+    decode, prefill = SparseIndexerTopk.forward, _custom_ops.top_k_per_row_prefill
+
+    @functools.wraps(decode)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        decode(self, *args, **kwargs)
+        put_in_order(inspect.signature(decode).bind(self, *args, **kwargs).arguments["topk_indices"])
+
+    @functools.wraps(prefill)
+    def top_k_per_row_prefill(*args: Any, **kwargs: Any) -> None:
+        prefill(*args, **kwargs)
+        put_in_order(inspect.signature(prefill).bind(*args, **kwargs).arguments["raw_topk_indices"])
+
+    SparseIndexerTopk.forward = forward
+    _custom_ops.top_k_per_row_prefill = top_k_per_row_prefill
+
+
+def make_gemms_repeatable() -> None:
+    """Gives every Humming GEMM a launch that leaves tiles whole."""
     import torch
     from humming.kernel.humming import HummingKernel
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu import executor_phases, outputs, phases, scenarios, stock_phases
 from tests.gpu.compare import Difference
-from tests.gpu.engine import Outputs, Steps
+from tests.gpu.engine import COPY, Outputs, Steps, operation
 from tests.gpu.report import Report, Run
 
 IDS = 11
@@ -248,6 +248,12 @@ def test_traffic_that_misses_a_case_is_found() -> None:
     assert outputs.traffic_coverage(replace(whole, total=45)) == [
         "fewer than 10 steps outside graphs, expected prefills and batches above the largest graph"
     ]
+
+
+def test_copies_by_the_drivers_own_kernel_are_copies() -> None:
+    assert operation("memcpy32_post") == operation("Memcpy DtoD (Device -> Device)") == COPY
+    assert operation("Memcpy DtoH (Device -> Pinned)") != COPY
+    assert operation("mhc_post_tilelang_kernel") == "mhc_post_tilelang_kernel"
 
 
 def test_profiles(recorded: Path) -> None:

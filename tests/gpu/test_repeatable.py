@@ -1,8 +1,9 @@
 """Launches of Humming's GEMMs that leave no tile to be added up by chance."""
 
 import pytest
+import torch
 
-from tests.gpu.repeatable import programs, whole_tiles
+from tests.gpu.repeatable import programs, put_in_order, whole_tiles
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,13 @@ def test_no_tile_is_cut_often(tiles: int, cluster: int, resident: int) -> None:
 def test_what_does_not_cut_is_left_alone() -> None:
     config = {"block_shape": (8, 128, 64), "use_stream_k": False, "num_sms": 5}
     assert whole_tiles(config, 1280, 132) == config
+
+
+def test_positions_are_put_in_order() -> None:
+    rows = torch.tensor([[7, -1, 0, 3], [-1, -1, -1, -1], [2, 1, 9, 8], [0, 0, 0, 0]], dtype=torch.int32)
+    view = rows[:, :3]
+    put_in_order(view)
+    assert rows.tolist() == [[0, 7, -1, 3], [-1, -1, -1, -1], [1, 2, 9, 8], [0, 0, 0, 0]]
+    put_in_order(rows)
+    assert rows.tolist() == [[0, 3, 7, -1], [-1, -1, -1, -1], [1, 2, 8, 9], [0, 0, 0, 0]]
+    assert rows.dtype == torch.int32
