@@ -27,7 +27,9 @@ def projection(n: int, k: int) -> Projection:
     if n % (2 * TILE) or k % BLOCK:
         raise ValueError(f"projection: found [{n}, {k}], expected multiples of [{2 * TILE}, {BLOCK}]")
     blocks = k // BLOCK
-    per_warp = max(count for count in range(1, MOST_BLOCKS + 1) if blocks % count == 0 and _power_of_two(blocks // count))
+    per_warp = max(
+        count for count in range(1, MOST_BLOCKS + 1) if blocks % count == 0 and _power_of_two(blocks // count)
+    )
     k_warps = min(16, blocks // per_warp)
     # At least eight warps, so that a multiprocessor's registers are in use.
     tile_warps = max(1, 8 // k_warps)

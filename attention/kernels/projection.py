@@ -130,14 +130,14 @@ def projection_kernel(
     for chunk in gl.static_range(CHUNKS):
         slab, factors, inputs = (), (), ()
         for i in gl.static_range(PER_WARP):
-            slab = slab + (gl.load(own_weights + (chunk * PER_WARP + i) * 128),)
-            factors = factors + (gl.load(own_scales + chunk * PER_WARP + i),)
+            slab = slab + (gl.load(own_weights + (chunk * PER_WARP + i) * 128),)  # type: ignore[assignment]  # noqa: RUF005
+            factors = factors + (gl.load(own_scales + chunk * PER_WARP + i),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             _wait()
         for i in gl.static_range(PER_WARP):
-            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)
+            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         # All of x is asked for at once: the first multiplication needs the last load, as far as the compiler can tell.
-        held = inputs[0]
+        held = inputs[0]  # type: ignore[misc]
         for i in gl.static_range(1, PER_WARP):
             held = held ^ inputs[i]
         held = held & zero
