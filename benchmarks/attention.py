@@ -62,7 +62,10 @@ def measure(rows: int, replays: int) -> dict[str, Any]:
     """One row count: microseconds of each projection, and how many times the floor of its weights' bytes that is."""
     us = {}
     for name, (n, k, _) in PROJECTIONS.items():
-        chains = {"kernel": (chain(name, rows, True), CHAIN), "cuBLAS, bfloat16": (chain(name, rows, False), CHAIN)}
+        chains: dict[str, tuple[Callable[[], object], int]] = {
+            "kernel": (chain(name, rows, True), CHAIN),
+            "cuBLAS, bfloat16": (chain(name, rows, False), CHAIN),
+        }
         for label, values in interleaved(chains, replays).items():
             q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
             us[f"{name}, {label}"] = {"median": round(median, 3), "q1": round(q1, 3), "q3": round(q3, 3)}
