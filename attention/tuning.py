@@ -2,41 +2,105 @@
 
 from typing import NamedTuple
 
-# Blocks of 32 columns whose weights and inputs a thread holds at once, 16 bytes of each a block: 80 registers.
-MOST_BLOCKS = 10
 TILE, BLOCK = 16, 32
+# Bytes of a tile's 32 columns.
+BLOCK_BYTES = TILE * BLOCK
+# Shared memory of a program's weights, and registers of a program: half of a multiprocessor's 227 KB and 65536, so that
+# the next launch's programs, whose weights come meanwhile, fit beside this one's.
+MOST_BYTES = 100 * 1024
+MOST_REGISTERS = 32768
+MOST_WARPS = 16
+# A projection of 8-10 MB is one round of programs with this share each.
+ROUND_BYTES = 80 * 1024
+# Programs that keep an H200's memory busy: its 132 multiprocessors, but for a few.
+ROUND = 110
 
 
 class Projection(NamedTuple):
-    """How a projection's programs are cut: tiles of 16 outputs a program, warps that share a tile's columns, blocks of
-    32 columns that a warp holds at once, and how often it does."""
+    """How a projection's programs are cut: warps side by side over tiles of 16 outputs, tiles of each, warps that share
+    a tile's columns, blocks of 32 columns that a warp holds at once, how often it does, groups in which its weights
+    arrive, blocks of the input that it asks for at once, and whether the next launch may start at once."""
 
     tile_warps: int
+    tiles: int
     k_warps: int
     per_warp: int
     chunks: int
+    stages: int
+    ahead: int
+    early: bool
 
     @property
     def warps(self) -> int:
         """Warps of a program."""
         return self.tile_warps * self.k_warps
 
+    @property
+    def program_tiles(self) -> int:
+        """Tiles of a program."""
+        return self.tile_warps * self.tiles
 
-def projection(n: int, k: int) -> Projection:
-    """The launch of a projection [n, k]. Raises ValueError for widths that do not divide into tiles and warps."""
-    if n % (2 * TILE) or k % BLOCK:
-        raise ValueError(f"projection: found [{n}, {k}], expected multiples of [{2 * TILE}, {BLOCK}]")
-    blocks = k // BLOCK
-    per_warp = max(
-        count for count in range(1, MOST_BLOCKS + 1) if blocks % count == 0 and _power_of_two(blocks // count)
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a program's weights."""
+        return self.program_tiles * self.k_warps * self.per_warp * BLOCK_BYTES
+
+
+def projection(n: int, k: int, groups: int = 1) -> Projection:
+    """The launch of a projection [n, k] whose outputs are split over groups. Raises ValueError for widths that do not
+    divide into tiles and warps."""
+    tiles, blocks = _checked(n, k, groups)
+    chunks = 1
+    while blocks // chunks * BLOCK_BYTES > ROUND_BYTES and blocks % (2 * chunks) == 0:
+        chunks *= 2
+    held = blocks // chunks
+    k_warps = max(count for count in (1, 2, 4, 8, 16) if held % count == 0 and (count == 1 or held // count >= 5))
+    share = max(
+        (
+            count
+            for count in (2, 4)
+            if tiles % count == 0 and held * count * BLOCK_BYTES <= ROUND_BYTES and tiles * groups // count >= ROUND
+        ),
+        default=1,
     )
-    k_warps = min(16, blocks // per_warp)
-    # At least eight warps, so that a multiprocessor's registers are in use.
-    tile_warps = max(1, 8 // k_warps)
-    while n // TILE % tile_warps:
-        tile_warps //= 2
-    return Projection(tile_warps, k_warps, per_warp, blocks // per_warp // k_warps)
+    tile_warps = min(share, MOST_WARPS // k_warps)
+    launch = Projection(tile_warps, share // tile_warps, k_warps, held // k_warps, chunks, 2, 5, True)
+    if launch.bytes > MOST_BYTES:
+        raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
+    return _ahead(launch, 5)
 
 
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
+    """Launches of [n, k] that a benchmark tries: `projection`'s first, then other cuts, then it with its other choices
+    changed."""
+    own = projection(n, k, groups)
+    tiles, blocks = _checked(n, k, groups)
+    held, found = blocks // own.chunks, [own]
+    for k_warps in (4, 8, 16):
+        for tile_warps in (1, 2, 4):
+            for each in (1, 2, 4):
+                cut = own._replace(tile_warps=tile_warps, tiles=each, k_warps=k_warps, per_warp=held // k_warps)
+                share, programs = cut.program_tiles, tiles * groups // cut.program_tiles
+                if (
+                    held % k_warps == 0
+                    and 4 <= cut.warps <= MOST_WARPS
+                    and share <= 4
+                    and tiles % share == 0
+                    and cut.bytes <= MOST_BYTES
+                    and programs >= min(ROUND, tiles * groups)
+                    and 4 <= cut.per_warp <= 20
+                ):
+                    found += [_ahead(cut, 5), _ahead(cut, 10)]
+    found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=False)]
+    return list(dict.fromkeys(found))
+
+
+def _ahead(launch: Projection, blocks: int) -> Projection:
+    return launch._replace(ahead=min(blocks, launch.per_warp), stages=min(launch.stages, launch.per_warp))
+
+
+def _checked(n: int, k: int, groups: int) -> tuple[int, int]:
+    """Tiles of a group and blocks of 32 columns."""
+    if n % (2 * TILE * groups) or k % BLOCK:
+        raise ValueError(f"projection: found [{n}, {k}], expected multiples of [{2 * TILE * groups}, {BLOCK}]")
+    return n // TILE // groups, k // BLOCK

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import Tensor
 
+from specialized_decode.attention import tuning
 from specialized_decode.attention.fused import MAX_ROWS, project_fp8
 from specialized_decode.attention.prepared import prepare_fp8
 from specialized_decode.boundary import reference
@@ -34,6 +36,52 @@ def test_values(n: int, k: int, groups: int, rows: int) -> None:
     ours, best = (found.double() - exact).norm(), (rounded.double() - exact).norm()
     assert ours <= 1.1 * best, f"found an error of {ours:g}, a rounding of the exact value has {best:g}"
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(("n", "k", "groups"), [SHAPES[number] for number in (0, 3, 7, 9, 11)])
+def test_every_candidate(n: int, k: int, groups: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(n + k)
+    weight = torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, device=DEVICE, dtype=torch.uint8)
+    x = torch.randn(5, groups * k, generator=generator, device=DEVICE).bfloat16()
+    full = reference.dequantize(weight, scale).double()
+    parts = zip(x.double().chunk(groups, 1), full.chunk(groups), strict=True)
+    exact = torch.cat([part @ own.T for part, own in parts], 1)
+    best = (exact.to(torch.bfloat16).double() - exact).norm()
+    prepared = prepare_fp8(weight, scale)
+    for launch in tuning.candidates(n, k, groups):
+        error = (project_fp8(x, prepared, groups, launch).double() - exact).norm()
+        assert error <= 1.1 * best, f"{launch}: found an error of {error:g}, a rounding has {best:g}"
+
+
+def test_a_chain_in_two_buffers() -> None:
+    """Launches overlap: each reads what the one before wrote, into memory that the one before that read."""
+    n = k = 2048
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    weights = [torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(20)]
+    # About 1 / sqrt(k), so that numbers keep their size.
+    scale = torch.full((n // 32, k // 32), 127 - 6, dtype=torch.uint8, device=DEVICE)
+    prepared = [prepare_fp8(weight, scale) for weight in weights]
+    begin = torch.randn(MAX_ROWS, k, generator=generator, device=DEVICE).bfloat16()
+
+    def run(wait: bool) -> Tensor:
+        x = begin
+        for number in range(100):
+            # The buffer that `x` had before goes back to the allocator here and is the next output.
+            x = project_fp8(x, prepared[number % 20])
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = run(True)
+    assert expected.isfinite().all() and expected.count_nonzero() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(False)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, expected)
 
 
 def test_zeros_subnormals_and_largest() -> None:

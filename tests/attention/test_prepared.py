@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention.prepared import PreparedFp8, prepare_fp8, unprepare_fp8
+from specialized_decode.attention.prepared import PreparedFp8, pack, prepare_fp8, unpack, unprepare_fp8
 from specialized_decode.boundary import reference
 
 LANE = torch.arange(32)
@@ -28,6 +28,27 @@ def test_round_trip(n: int, k: int) -> None:
     assert torch.equal(unprepare_fp8(prepared).view(torch.uint8), numbers.view(torch.uint8))
 
 
+def widen(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel's instructions: words [...] -> the first and the second pair [..., 2] of numbers in float64."""
+    bits = words.long() & 0xFFFFFFFF
+    rotated = (bits >> 4 | bits << 28) & 0xFFFFFFFF
+    pairs = (bits & 0x87F087F0, (rotated & 0x87808780) | (bits << 4 & 0x00700070))
+    halves = [torch.stack((pair & 0xFFFF, pair >> 16), -1) for pair in pairs]
+    first, second = ((half << 16).to(torch.int32).view(torch.float32).double() * 2.0**120 for half in halves)
+    return first, second
+
+
+def test_every_number_widens() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    # Each place in turn has every number, beside others.
+    numbers = torch.stack([every.roll(shift) for shift in (0, 61, 122, 183)], -1)
+    assert torch.equal(unpack(pack(numbers)), numbers)
+    expected = numbers.view(torch.float8_e4m3fn).double()
+    first, second = widen(pack(numbers))
+    assert torch.equal(torch.cat((first, second), -1), expected)
+
+
 def multiply(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """mma.m16n8k16 as PTX defines its fragments. a: four registers of pairs [32, 2], b: two -> [32, 4]."""
     left, right = torch.zeros(16, 16, dtype=torch.double), torch.zeros(16, 8, dtype=torch.double)
@@ -47,13 +68,13 @@ def project(x: Tensor, prepared: PreparedFp8) -> Tensor:
     for tile in range(n // 16):
         total = torch.zeros(32, 4, dtype=torch.double)
         for block in range(k // 32):
-            numbers = prepared.words[tile, block].contiguous().view(torch.float8_e4m3fn).double().view(32, 4, 4)
+            first, second = widen(prepared.words[tile, block])
             own = x.double()[row.unsqueeze(1), block * 32 + 8 * T.unsqueeze(1) + torch.arange(8)].view(32, 4, 2)
             factor = 2.0 ** (int(prepared.scales[tile // 2, block]) - 127)
             for step in range(2):
-                first, second = numbers[:, 2 * step], numbers[:, 2 * step + 1]
-                a = [first[:, :2], second[:, :2], first[:, 2:], second[:, 2:]]
-                total += multiply(a, [own[:, 2 * step], own[:, 2 * step + 1]]) * factor
+                g, other = 2 * step, 2 * step + 1
+                a = [first[:, g], first[:, other], second[:, g], second[:, other]]
+                total += multiply(a, [own[:, g], own[:, other]]) * factor
         for place, (extra_row, extra_output) in enumerate(((0, 0), (1, 0), (0, 8), (1, 8))):
             y[2 * T + extra_row, tile * 16 + G + extra_output] = total[:, place]
     return y[:rows]
