@@ -12,8 +12,9 @@ MOST_REGISTERS = 32768
 MOST_WARPS = 16
 # A projection of 8-10 MB is one round of programs with this share each.
 ROUND_BYTES = 80 * 1024
-# Programs that keep an H200's memory busy: its 132 multiprocessors, but for a few.
+# Programs that keep an H200's memory busy: its multiprocessors, but for a few.
 ROUND = 110
+MULTIPROCESSORS = 132
 
 
 class Projection(NamedTuple):
@@ -55,16 +56,16 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
         chunks *= 2
     held = blocks // chunks
     k_warps = max(count for count in (1, 2, 4, 8, 16) if held % count == 0 and (count == 1 or held // count >= 5))
-    share = max(
-        (
-            count
-            for count in (2, 4)
-            if tiles % count == 0 and held * count * BLOCK_BYTES <= ROUND_BYTES and tiles * groups // count >= ROUND
-        ),
-        default=1,
-    )
-    tile_warps = min(share, MOST_WARPS // k_warps)
-    launch = Projection(tile_warps, share // tile_warps, k_warps, held // k_warps, chunks, 2, 5, True)
+    # At four ranks on an H200 (2026-11-30), us at 1 and 8 rows in a chain: wq_b with one tile a program 3.64 and
+    # 4.07, with two side by side 3.60 and 4.30, with two by two 4.32 and 4.74; wo_b with one 3.87 and 4.46, with two
+    # 3.66 and 4.45.
+    two = 2 * k_warps <= MOST_WARPS and tiles % 2 == 0 and 2 * held * BLOCK_BYTES <= ROUND_BYTES
+    tile_warps = 2 if two and tiles * groups // 2 >= ROUND else 1
+    # A round of programs is done at once, and what starts early takes their memory: fused_wqa_wkv takes 3.65 and 4.98
+    # without, 3.70 and 6.13 with it; wo_a 3.55 and 4.14, 3.68 and 5.10. Of more programs the last gain: wo_b takes 3.66
+    # at 1 row with, 4.24 without it.
+    early = tiles * groups // tile_warps > MULTIPROCESSORS
+    launch = Projection(tile_warps, 1, k_warps, held // k_warps, chunks, 2, 5, early)
     if launch.bytes > MOST_BYTES:
         raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
     return _ahead(launch, 5)
@@ -91,7 +92,7 @@ def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
                     and 4 <= cut.per_warp <= 20
                 ):
                     found += [_ahead(cut, 5), _ahead(cut, 10)]
-    found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=False)]
+    found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=not own.early)]
     return list(dict.fromkeys(found))
 
 
