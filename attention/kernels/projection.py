@@ -1,0 +1,205 @@
+"""A dense FP8 projection of up to eight rows at memory speed: y = x W^T, W e4m3 with UE8M0 scales per 32 x 32.
+
+Weights depend on nothing: a program asks for its whole share before the grid dependency resolves, and only then reads
+x. The share goes to shared memory, where it takes no registers, so that the programs of two launches fit on a
+multiprocessor: while one launch multiplies, the weights of the next are on their way. A thread reads back the very
+bytes that it asked for, so its own wait is all it needs.
+
+Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that eight rows cost what one costs. A
+program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
+warps share the columns and add up at the end.
+
+Weights are prepared (see `attention.prepared`) as the fragments of mma.m16n8k16, 16 bytes a lane for a tile's 32
+columns. Within those, a lane's columns are neighbours in x, which a sum over columns is free to choose.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+
+@gluon.jit
+def _launch_next():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _wait():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _barrier():
+    gl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _widen(word):
+    """A word of `prepared.pack` as two pairs of bfloat16. A number's bits in place are it times 2^-120, subnormals
+    too."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 first, second, rest;
+        and.b32 first, $2, 0x87f087f0;
+        mul.rn.bf16x2 $0, first, $3;
+        shf.r.wrap.b32 second, $2, $2, 4;
+        shl.b32 rest, $2, 4;
+        and.b32 second, second, 0x87808780;
+        and.b32 rest, rest, 0x00700070;
+        or.b32 second, second, rest;
+        mul.rn.bf16x2 $1, second, $3;
+        }""",
+        "=&r,=&r,r,r", [word, 0x7B807B80], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """mma.m16n8k16 over the lanes of each warp."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _words(vector, WARPS: gl.constexpr, lanes: gl.constexpr):
+    """[WARPS, 32, 4] -> its four words, [WARPS, 32] each; all stay with their thread."""
+    even, odd = gl.split(gl.reshape(vector, (WARPS, 32, 2, 2)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, lanes),
+        gl.convert_layout(second, lanes),
+        gl.convert_layout(third, lanes),
+        gl.convert_layout(fourth, lanes),
+    )
+
+
+@gluon.jit
+def _block(weight, x, scale, c, WARPS: gl.constexpr, lanes: gl.constexpr):
+    """Adds 32 columns to the four sums of a tile: two multiplications, and their scale."""
+    w0, w1, w2, w3 = _words(weight, WARPS, lanes)
+    x0, x1, x2, x3 = _words(x, WARPS, lanes)
+    zero = gl.zeros((WARPS, 32), gl.float32, lanes)
+    a0, a2 = _widen(w0)
+    a1, a3 = _widen(w1)
+    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x0, x1, zero, zero, zero, zero)
+    a0, a2 = _widen(w2)
+    a1, a3 = _widen(w3)
+    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x2, x3, p0, p1, p2, p3)
+    factor = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    return c[0] + p0 * factor, c[1] + p1 * factor, c[2] + p2 * factor, c[3] + p3 * factor
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def projection_kernel(
+    x,
+    weights,
+    scales,
+    y,
+    rows,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TILE_WARPS: gl.constexpr,
+    TILES: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    PER_WARP: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs; weights: [N / 16, K / 32, 32, 4]
+    int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of
+    group g read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES,
+    and AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input."""
+    WARPS: gl.constexpr = TILE_WARPS * K_WARPS
+    BLOCKS: gl.constexpr = K // 32
+    # Tiles that share scales.
+    PAIR: gl.constexpr = 2 if TILES % 2 == 0 else 1
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    if EARLY:
+        _launch_next()
+    # One allocation a block: copies into parts of one would be kept apart by barriers.
+    slab = ()
+    for _ in gl.static_range(TILES * PER_WARP):
+        slab = slab + (gl.allocate_shared_memory(gl.int32, [WARPS, 32, 4], shared),)  # type: ignore[assignment]  # noqa: RUF005
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, vectors)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, vectors)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, vectors)))[None, None, :]
+    flat_warp = gl.arange(0, WARPS, gl.SliceLayout(1, lanes))[:, None]
+    first = gl.program_id(0) * (TILE_WARPS * TILES)
+    tile, flat_tile = first + warp % TILE_WARPS * TILES, first + flat_warp % TILE_WARPS * TILES
+    start, flat_start = warp // TILE_WARPS * (PER_WARP * CHUNKS), flat_warp // TILE_WARPS * (PER_WARP * CHUNKS)
+    own_weights = weights + ((tile * BLOCKS + start) * 32 + lane) * 4 + word
+    own_scales = scales + flat_tile // 2 * BLOCKS + flat_start + gl.zeros((WARPS, 32), gl.int32, lanes)
+    # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
+    row = gl.minimum(lane // 4, rows - 1)
+    own_x = x + (row * GROUPS + tile // (N // 16 // GROUPS)) * (K // 2) + start * 16 + lane % 4 * 4 + word
+    none = gl.zeros((WARPS, 32), gl.float32, lanes)
+    sums = ()
+    for _ in gl.static_range(TILES):
+        sums = sums + ((none, none, none, none),)  # type: ignore[assignment]  # noqa: RUF005
+    for chunk in gl.static_range(CHUNKS):
+        for stage in gl.static_range(STAGES):
+            for i in gl.static_range(PER_WARP * stage // STAGES, PER_WARP * (stage + 1) // STAGES):
+                for j in gl.static_range(TILES):
+                    at = own_weights + (j * BLOCKS + chunk * PER_WARP + i) * 128
+                    async_copy.async_copy_global_to_shared(slab[i * TILES + j], at)
+            async_copy.commit_group()
+        factors = ()
+        for i in gl.static_range(PER_WARP):
+            for j in gl.static_range(TILES // PAIR):
+                factors = factors + (gl.load(own_scales + j * BLOCKS + chunk * PER_WARP + i),)  # type: ignore[assignment]  # noqa: RUF005
+        if chunk == 0:
+            _wait()
+            if not EARLY:
+                _launch_next()
+        inputs = ()
+        for i in gl.static_range(AHEAD):
+            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
+        # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
+        _barrier()
+        for stage in gl.static_range(STAGES):
+            async_copy.wait_group(STAGES - 1 - stage)
+            for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
+                weight = slab[number].load(vectors)  # type: ignore[var-annotated]
+                if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
+                    inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
+                factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
+                # The tile that is due comes first.
+                sums = sums[1:] + (_block(weight, inputs[number // TILES], factor, sums[0], WARPS, lanes),)  # noqa: RUF005
+    _store(y, sums, first, rows, N, TILE_WARPS, TILES, K_WARPS)
+
+
+@gluon.jit
+def _store(y, sums, first, rows, N: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr):
+    """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
+    2 (lane mod 4) and the next."""
+    WARPS: gl.constexpr = TILE_WARPS * K_WARPS
+    WIDTH: gl.constexpr = TILE_WARPS * 128
+    # Four lanes add up an output. The four rows that they read at once are swizzled into different banks.
+    SHARE: gl.constexpr = min(K_WARPS, 4)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, SHARE, [1, 0])
+    quads: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [K_WARPS, TILE_WARPS], [1, 0])
+    across: gl.constexpr = gl.BlockedLayout([1, 1], [SHARE, 32 // SHARE], [1, WARPS], [1, 0])
+    partial = gl.allocate_shared_memory(gl.float32, [TILES, K_WARPS, WIDTH], shared)
+    for j in gl.static_range(TILES):
+        c = sums[j]
+        four = gl.reshape(gl.join(gl.join(c[0], c[2]), gl.join(c[1], c[3])), (K_WARPS, WIDTH))
+        partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
+    row = place // 4 % 4 * 2 + place % 2
+    output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
+    for j in gl.static_range(TILES):
+        total = gl.sum(partial.index(j).load(across), 0).to(gl.bfloat16)
+        gl.store(y + row * N + output + j * 16, total, row < rows)

@@ -1,0 +1,123 @@
+"""The low-batch projection on a GPU: values against float64, beside the reference's."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import tuning
+from specialized_decode.attention.fused import MAX_ROWS, project_fp8
+from specialized_decode.attention.prepared import prepare_fp8
+from specialized_decode.boundary import reference
+from tests.attention.test_projection_compile import SHAPES
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
+def test_values(n: int, k: int, groups: int, rows: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(n + k + rows)
+    weight = torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, device=DEVICE, dtype=torch.uint8)
+    # Rows behind the last are there and hold NaN: nobody may read them.
+    padded = torch.full((MAX_ROWS + 1, groups * k), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    x = padded[:rows]
+    size = torch.exp2(torch.randint(-8, 8, (rows, 1), generator=generator, device=DEVICE).float())
+    x.copy_((torch.randn(rows, groups * k, generator=generator, device=DEVICE) * size).bfloat16())
+    torch.use_deterministic_algorithms(True)  # Fresh tensors hold NaN.
+    try:
+        found = project_fp8(x, prepare_fp8(weight, scale), groups)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    full = reference.dequantize(weight, scale)
+    parts = zip(x.chunk(groups, 1), full.chunk(groups), strict=True)
+    exact = torch.cat([part.double() @ own.double().T for part, own in parts], 1)
+    rounded = exact.to(torch.bfloat16)
+    ours, best = (found.double() - exact).norm(), (rounded.double() - exact).norm()
+    assert ours <= 1.1 * best, f"found an error of {ours:g}, a rounding of the exact value has {best:g}"
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(("n", "k", "groups"), [SHAPES[number] for number in (0, 3, 7, 9, 11)])
+def test_every_candidate(n: int, k: int, groups: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(n + k)
+    weight = torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, device=DEVICE, dtype=torch.uint8)
+    x = torch.randn(5, groups * k, generator=generator, device=DEVICE).bfloat16()
+    full = reference.dequantize(weight, scale).double()
+    parts = zip(x.double().chunk(groups, 1), full.chunk(groups), strict=True)
+    exact = torch.cat([part @ own.T for part, own in parts], 1)
+    best = (exact.to(torch.bfloat16).double() - exact).norm()
+    prepared = prepare_fp8(weight, scale)
+    for launch in tuning.candidates(n, k, groups):
+        error = (project_fp8(x, prepared, groups, launch).double() - exact).norm()
+        assert error <= 1.1 * best, f"{launch}: found an error of {error:g}, a rounding has {best:g}"
+
+
+def test_a_chain_in_two_buffers() -> None:
+    """Launches overlap: each reads what the one before wrote, into memory that the one before that read."""
+    n = k = 2048
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    weights = [torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(20)]
+    # About 1 / sqrt(k), so that numbers keep their size.
+    scale = torch.full((n // 32, k // 32), 127 - 6, dtype=torch.uint8, device=DEVICE)
+    prepared = [prepare_fp8(weight, scale) for weight in weights]
+    begin = torch.randn(MAX_ROWS, k, generator=generator, device=DEVICE).bfloat16()
+
+    def run(wait: bool) -> Tensor:
+        x = begin
+        for number in range(100):
+            # The buffer that `x` had before goes back to the allocator here and is the next output.
+            x = project_fp8(x, prepared[number % 20])
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = run(True)
+    assert expected.isfinite().all() and expected.count_nonzero() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(False)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, expected)
+
+
+def test_zeros_subnormals_and_largest() -> None:
+    weight = torch.zeros(32, 32, dtype=torch.uint8, device=DEVICE)
+    weight[:, :16] = torch.arange(16, dtype=torch.uint8, device=DEVICE)
+    weight[1], weight[2, 0], weight[3, 0] = 0x80, 0x7E, 0xFE
+    numbers = weight.view(torch.float8_e4m3fn)
+    scale = torch.full((1, 1), 127, dtype=torch.uint8, device=DEVICE)
+    x = torch.eye(8, 32, device=DEVICE).bfloat16() * 2.0**-40
+    found = project_fp8(x.bfloat16().contiguous(), prepare_fp8(numbers, scale))
+    assert torch.equal(found.double(), x.double() @ numbers.double().T)
+
+
+def test_replays_read_what_is_there_then() -> None:
+    weights = [torch.randn(1792, 5120, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(4)]
+    scale = torch.full((56, 160), 120, dtype=torch.uint8, device=DEVICE)
+    prepared = [prepare_fp8(weight, scale) for weight in weights]
+    x = torch.randn(3, 5120, device=DEVICE).bfloat16()
+    expected = [project_fp8(x, one) for one in prepared]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [project_fp8(x, one) for one in prepared]
+    for _ in range(3):
+        x.copy_(torch.randn(3, 5120, device=DEVICE).bfloat16())
+        expected = [project_fp8(x, one) for one in prepared]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_other_inputs_are_refused() -> None:
+    prepared = prepare_fp8(
+        torch.zeros(32, 64, device=DEVICE).to(torch.float8_e4m3fn),
+        torch.full((1, 2), 127, dtype=torch.uint8, device=DEVICE),
+    )
+    with pytest.raises(ValueError, match=r"found torch.bfloat16 \[9, 64\]"):
+        project_fp8(torch.zeros(9, 64, dtype=torch.bfloat16, device=DEVICE), prepared)
+    with pytest.raises(ValueError, match=r"found torch.float32 \[1, 64\]"):
+        project_fp8(torch.zeros(1, 64, device=DEVICE), prepared)

@@ -1,0 +1,105 @@
+"""The low-batch projection compiled for every architecture: no spills, and room for the next launch beside it."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from specialized_decode.attention import tuning
+from specialized_decode.attention.fused import constants
+from specialized_decode.attention.kernels.projection import projection_kernel
+
+ARCHITECTURES = (90, 100, 103)
+RANKS = (1, 2, 4, 8)
+# [outputs, columns], groups: fused_wqa_wkv, wq_b, wo_a and wo_b of one rank.
+SHAPES = [(1792, 5120, 1)]
+SHAPES += [(64 * 512 // ranks, 1280, 1) for ranks in RANKS]
+SHAPES += [(8 * 1024 // ranks, 4096, 8 // ranks) for ranks in RANKS]
+SHAPES += [(5120, 8192 // ranks, 1) for ranks in RANKS]
+SIGNATURE = {"x": "*i32", "weights": "*i32", "scales": "*u8", "y": "*bf16", "rows": "i32"}
+
+
+@pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
+def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
+    assert tuning.candidates(n, k, groups)[0] == tuning.projection(n, k, groups)
+    for launch in tuning.candidates(n, k, groups):
+        assert launch.k_warps * launch.per_warp * launch.chunks * tuning.BLOCK == k
+        assert n // groups % (tuning.TILE * launch.program_tiles) == 0
+        assert 4 <= launch.warps <= tuning.MOST_WARPS and launch.bytes <= tuning.MOST_BYTES
+        assert 1 <= launch.stages <= launch.per_warp and 1 <= launch.ahead <= launch.per_warp
+
+
+def test_launches_at_four_ranks() -> None:
+    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 5, False)
+    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True)
+    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False)
+    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True)
+    assert tuning.projection(5120, 8192).chunks == 2
+
+
+def test_widths_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match=r"found \[1800, 5120\], expected multiples of \[32, 32\]"):
+        tuning.projection(1800, 5120)
+    with pytest.raises(ValueError, match=r"found \[96, 64\], expected multiples of \[64, 32\]"):
+        tuning.projection(96, 64, 2)
+    with pytest.raises(ValueError, match=r"found \[32, 8224\], expected 32 times a product of small primes"):
+        tuning.projection(32, 8224)
+
+
+def compiled(n: int, k: int, groups: int, launch: tuning.Projection, architecture: int) -> Any:
+    """The kernel of a launch."""
+    names = list(projection_kernel.arg_names)
+    source = GluonASTSource(
+        fn=projection_kernel,
+        signature={name: SIGNATURE.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants(n, k, groups, launch).items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in SIGNATURE.items() if kind[0] == "*"},
+    )
+    options = {"num_warps": launch.warps, "launch_pdl": True}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
+def test_resources(
+    n: int, k: int, groups: int, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    launch = tuning.projection(n, k, groups)
+    kernel = compiled(n, k, groups, launch, architecture)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    command = [str(folder / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {found}"
+    # Registers are allotted in eights.
+    assert -(-found["REG"] // 8) * 8 * 32 * launch.warps <= tuning.MOST_REGISTERS, f"registers: {found}"
+    assert kernel.metadata.shared <= tuning.MOST_BYTES
+    blocks = launch.per_warp * launch.tiles
+    # All weights of the first round are asked for before the grid dependency, and x behind it.
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    assert before.count("cp.async.cg.shared.global") == blocks
+    start = "griddepcontrol.launch_dependents"
+    assert (start in before, start in behind) == (launch.early, not launch.early)
+    if launch.early:
+        assert before.index(start) < before.index("cp.async.cg.shared.global")
+    assert "ld.global.v4" not in before
+    assert behind.count("ld.global.v4") == launch.per_warp * launch.chunks
+    assert behind.count("ld.shared.v4") >= blocks * launch.chunks
+    assert behind.count("mma.sync") == blocks * launch.chunks * 2
+    if architecture != 103:  # Which nvdisasm does not know.
+        order_of_machine_code(folder / "nvdisasm", cubin, launch.ahead)
+
+
+def order_of_machine_code(tool: Path, cubin: Path, ahead: int) -> None:
+    """It keeps that order, and asks for x before it waits for weights."""
+    code = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert code.index("LDGSTS") < code.index("ACQBULK") < code.index("LDG.E.128") < code.index("DEPBAR.LE")
+    assert code[: code.index("DEPBAR.LE")].count("LDG.E.128") == ahead
