@@ -10,8 +10,8 @@ class Split(NamedTuple):
     columns: int
 
 
-# Up to so many rows a row's projection is a program a split and row, finished by the last to arrive: 6.7 us at 1 row
-# on an H200, 9.4 us at 8, where a projection and its finish take 7.7 to 8.5 us (2026-11-30).
+# Up to so many rows a row's projection is a program a split and row, finished by the last to arrive: 5.7 us at 1 row
+# on an H200, where a projection and its finish take 7.5 us at 8 (2026-11-30).
 ONE_LAUNCH_ROWS = 4
 
 
@@ -41,13 +41,14 @@ def trigger(rows: int) -> int:
 
 def boundary_warps(hidden: int, rows: int) -> int:
     """Warps of a boundary's program. At hidden 5120 in a graph chain on an H200 (2026-11-30) 16 warps take 2.85 us at 1
-    row and 3.12 at 48, 32 warps 3.06 and 3.23; at 384 rows 8 warps take 13.1, 16 warps 15.8, 32 warps 13.2."""
+    row and 3.12 at 48, 32 warps 3.06 and 3.23; at 384 rows 8 warps take 10.9, 16 warps 12.5."""
     return max(1, min(16 if rows <= EARLY_ROWS else 8, parts(hidden).main // 256))
 
 
 def boundary_registers(rows: int, plain: bool) -> int | None:
     """Registers of a boundary's thread at most; None leaves it to the compiler. plain: all of it and no more, for one
-    rank, of a tensor: the others would spill."""
+    rank, of a tensor: the others would spill. With 80 three programs fit a multiprocessor, so that 384 rows run at once:
+    boundary and coefficients take 21.9 us of an H200, 22.6 without (2026-11-30)."""
     return 80 if rows > EARLY_ROWS and plain else None
 
 
@@ -61,8 +62,8 @@ PROGRAMS = 264
 
 
 def one_launch_split(k: int) -> Split:
-    """Programs of 256 columns, whose weights are 24 KB each: 80 of them at K 20480 take 6.7 us at 1 row on an H200
-    with 4 warps (2026-11-29)."""
+    """Programs of 256 columns, whose weights are 24 KB each: 80 of them at K 20480 take 5.7 us at 1 row on an H200
+    with 4 warps (2026-11-30)."""
     columns = 256
     return Split(-(-k // columns), columns)
 

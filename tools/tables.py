@@ -113,7 +113,9 @@ def _timeline(run: dict[str, Any]) -> str:
     for kernel in run["timeline"]:
         name = re.split("[<(]", kernel["kernel"].removeprefix("void "))[0]
         lines.append([f"`{name}`", f"{kernel['start_us']:.2f}", f"{kernel['end_us']:.2f}"])
-    said = "The same commit: kernels of *sublayer, coefficients side* by a profiler, which slows them a little."
+    commit = run.get("timeline_commit", run["commit"])
+    of = "The same commit" if commit == run["commit"] else f"Commit {_short(commit)}"
+    said = f"{of}: kernels of *sublayer, coefficients side* by a profiler, which slows them a little."
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 
 
