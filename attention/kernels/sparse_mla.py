@@ -85,14 +85,14 @@ def _records(
 @triton.jit
 def _words(data, valid, first, N: tl.constexpr, END: tl.constexpr):
     """N words of a tile's records from `first` on, [KEYS, N] int32, 0 from END on."""
-    word = first + tl.arange(0, N)
+    word = tl.arange(0, N) + first
     return tl.load(data[:, None] + word[None, :], valid[:, None] & (word[None, :] < END), other=0)
 
 
 @triton.jit
 def _quantized(words, scales, first):
     """Words from `first` on of the quantized columns as numbers, [KEYS, 4 words] bfloat16."""
-    block = (first + tl.arange(0, words.shape[1])) // (BLOCK // 4)
+    block = (tl.arange(0, words.shape[1]) + first) // (BLOCK // 4)
     scale = ((scales[:, None] >> (block * 8)[None, :]) & 255).to(tl.int32)
     a, b, c, d = dequantized(words, scale << 7 | scale << 23)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
@@ -136,7 +136,7 @@ def _turned(x, cos, sin):
 @triton.jit
 def _query(q, at, inside, part: tl.constexpr):
     """128 columns of the queries, [128, heads], 0 behind the quantized columns' counterparts."""
-    column = part * 4 * PART + tl.arange(0, 4 * PART)
+    column = tl.arange(0, 4 * PART) + part * 4 * PART
     wanted = inside[None, :] & (column[:, None] < QUANTIZED)
     return tl.load(q + at[None, :] + column[:, None], wanted, other=0.0)
 
@@ -144,7 +144,7 @@ def _query(q, at, inside, part: tl.constexpr):
 @triton.jit
 def _last_query(q, at, inside, cos, sin):
     """The queries' last columns, turned, [64, heads]."""
-    column = QUANTIZED + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK) + QUANTIZED
     last = tl.load(q + at[:, None] + column[None, :], inside[:, None], other=0.0)
     return tl.trans(_turned(last.to(tl.float32), cos, sin).to(tl.bfloat16))
 
@@ -207,7 +207,7 @@ def _store(out, at, inside, result, column):
 @triton.jit
 def _store_rotated(out, at, inside, result, cos, sin):
     """The last columns [64, heads] float32, turned back."""
-    column = QUANTIZED + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK) + QUANTIZED
     tl.store(out + at[:, None] + column[None, :], _turned(tl.trans(result), cos, -sin).to(tl.bfloat16), inside[:, None])
 
 
@@ -296,7 +296,7 @@ def sparse_mla_kernel(
             weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
             sums = _add(sums, kept, keys, data, scales, valid, weights, part, SLICES)
     N: tl.constexpr = COLUMNS if COLUMNS < 4 * PART else 4 * PART
-    column = part * COLUMNS + tl.arange(0, N)
+    column = tl.arange(0, N) + part * COLUMNS
     if SPLITS == 1:
         highest = tl.maximum(peak, sink)
         kept = tl.exp2(peak - highest)
@@ -311,8 +311,8 @@ def sparse_mla_kernel(
         # Sums of the slice's columns, and of the rotated ones behind them.
         place = partial + (own + split) * ((COLUMNS + BLOCK) * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
-            tl.store(place + (i * N + tl.arange(0, N))[:, None] * GROUP, sums[i])
-        tl.store(place + (COLUMNS + tl.arange(0, BLOCK))[:, None] * GROUP, sums[COLUMNS // N])
+            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, sums[i])
+        tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, sums[COLUMNS // N])
         tl.store(statistics + (own + split) * 2 * GROUP + local, peak)
         tl.store(statistics + ((own + split) * 2 + 1) * GROUP + local, total)
         tl.debug_barrier()
@@ -347,7 +347,7 @@ def _all_sums(
 ):  # fmt: skip
     """Adds up N columns of all splits, in their order whoever comes last; [N, heads] float32."""
     local = tl.arange(0, GROUP)
-    place = partial + own * ((COLUMNS + BLOCK) * GROUP) + (first + tl.arange(0, N))[:, None] * GROUP + local[None, :]
+    place = partial + own * ((COLUMNS + BLOCK) * GROUP) + (tl.arange(0, N) + first)[:, None] * GROUP + local[None, :]
     result = tl.zeros((N, GROUP), tl.float32)
     for s in tl.static_range(SPLITS):
         kept = tl.exp2(tl.load(statistics + (own + s) * 2 * GROUP + local, cache_modifier=".cg") - highest)
