@@ -7,8 +7,9 @@ MLA_MAX_ROWS = 384
 
 # Keys of a tile: the 64-wide side of a multiplication.
 MLA_KEYS = 64
-# Programs that run at once: two a multiprocessor of an H200, whose shared memory holds two tiles of keys. Not measured.
-MLA_PROGRAMS = 264
+# Programs of 4 and of 8 warps that run at once on an H200: two a multiprocessor, whose shared memory holds two tiles of
+# keys, or one, which takes all registers. Not measured.
+MLA_RESIDENT = {4: 264, 8: 132}
 
 
 class SparseMla(NamedTuple):
@@ -41,28 +42,24 @@ def key_tiles(window: int, topk: int) -> int:
 
 
 def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
-    """The launch for so many rows. Not measured: one tile a program and as many slices as run at once, or as few
-    splits as fill the GPU."""
-    group = 16 if heads <= 16 else 32
-    groups, tiles = -(-heads // group), key_tiles(window, topk)
+    """The launch for so many rows. Not measured: one tile a program and as many slices as run at once, or else as
+    many splits as do."""
+    tiles = key_tiles(window, topk)
     # Sums of 32 heads and all columns do not fit into the registers beside several tiles.
-    fewest = 1 if group == 16 else 2
-    for slices in (8, 4, 2, 1):
-        if rows * groups * tiles * slices <= MLA_PROGRAMS and slices >= fewest:
-            return mla_launch(rows, heads, tiles, 1, slices)
-    for count in range(1, tiles + 1):
-        if rows * groups * fewest * -(-tiles // count) <= MLA_PROGRAMS:
-            return mla_launch(rows, heads, tiles, count, fewest)
-    return mla_launch(rows, heads, tiles, tiles, fewest)
+    fewest = 1 if heads <= 16 else 2
+    cuts = [(1, slices) for slices in (8, 4, 2, 1) if slices >= fewest]
+    cuts += [(count, fewest) for count in range(2, tiles + 1)]
+    launches = [mla_launch(rows, heads, tiles, count, slices) for count, slices in cuts]
+    return next((launch for launch in launches if launch.early), launches[-1])
 
 
 def mla_launch(rows: int, heads: int, all_tiles: int, tiles: int, slices: int) -> SparseMla:
     """A launch whose splits take `tiles` of a row's tiles of keys."""
     group = 16 if heads <= 16 else 32
     groups, splits = -(-heads // group), -(-all_tiles // tiles)
-    early = rows * groups * splits * slices <= MLA_PROGRAMS
     # A loop's registers fit with twice the threads alone.
-    return SparseMla(group, groups, tiles, splits, slices, 4 if tiles == 1 else 8, early)
+    warps = 4 if tiles == 1 else 8
+    return SparseMla(group, groups, tiles, splits, slices, warps, rows * groups * splits * slices <= MLA_RESIDENT[warps])
 
 
 # Slots of a table that a program works out. Not measured.

@@ -36,26 +36,37 @@ def norm_insert_kernel(
     row = tl.program_id(1).to(tl.int64)
     x = projected + row * (Q + WIDTH)
     if tl.program_id(0) == 0:
-        column = tl.arange(0, Q_PADDED)
-        inside = column < Q
-        weight = tl.load(q_norm + column, inside, other=0.0).to(tl.float32)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-        query = tl.load(x + column, inside, other=0.0).to(tl.float32)
-        tl.store(q_out + row * Q + column, _normed(query, weight, tl.sum(query * query), eps, Q), inside)
+        _query(x, q_norm, q_out + row * Q, eps, Q, Q_PADDED)
     else:
-        block, pair = tl.arange(0, BLOCKS)[:, None], tl.arange(0, HALF)
-        column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-        weight = tl.load(kv_norm + column).to(tl.float32)
         slot = tl.load(slot_mapping + row)
         turn = cos_sin + tl.load(positions + row) * BLOCK
-        cos, sin = tl.load(turn + pair), tl.load(turn + HALF + pair)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-        latent = tl.load(x + Q + column).to(tl.float32)
-        latent = _normed(latent, weight, tl.sum(latent * latent), eps, WIDTH).to(tl.float32)
+        cos, sin = tl.load(turn + tl.arange(0, HALF)), tl.load(turn + HALF + tl.arange(0, HALF))
+        latent = _latent(x + Q, kv_norm, eps)
         if slot >= 0:
             _insert(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
+
+
+# Both read what depends on nothing ahead of the wait.
+@triton.jit
+def _query(x, norm, out, eps, Q: tl.constexpr, Q_PADDED: tl.constexpr):
+    column = tl.arange(0, Q_PADDED)
+    inside = column < Q
+    weight = tl.load(norm + column, inside, other=0.0).to(tl.float32)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    query = tl.load(x + column, inside, other=0.0).to(tl.float32)
+    tl.store(out + column, _normed(query, weight, tl.sum(query * query), eps, Q), inside)
+
+
+@triton.jit
+def _latent(x, norm, eps):
+    """The normed latent [8, 64] as float32."""
+    column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(norm + column).to(tl.float32)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    latent = tl.load(x + column).to(tl.float32)
+    return _normed(latent, weight, tl.sum(latent * latent), eps, WIDTH).to(tl.float32)
 
 
 @triton.jit

@@ -308,11 +308,12 @@ def sparse_mla_kernel(
     else:
         own = (row * tl.num_programs(1) + tl.program_id(1)) * SPLITS
         local = tl.arange(0, GROUP)
-        # Sums of the slice's columns, and of the rotated ones behind them.
+        # Sums of the slice's columns, and behind the last slice's those of the rotated ones.
         place = partial + (own + split) * ((COLUMNS + BLOCK) * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
             tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, sums[i])
-        tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, sums[COLUMNS // N])
+        if part == SLICES - 1:
+            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, sums[COLUMNS // N])
         tl.store(statistics + (own + split) * 2 * GROUP + local, peak)
         tl.store(statistics + ((own + split) * 2 + 1) * GROUP + local, total)
         tl.debug_barrier()
