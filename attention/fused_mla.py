@@ -57,7 +57,7 @@ class FusedTables:
     def _slots(meta: CacheView, source: Tensor, stride: int, n: int, owner: Tensor, window: bool) -> Tensor:
         if source.stride(-1) != 1 or meta.block_table.stride(1) != 1:
             raise ValueError(
-                f"index tables: found strides {source.stride()} of the positions and {meta.block_table.stride()} of the "
+                f"index tables: found strides {source.stride()} of the positions, {meta.block_table.stride()} of the "
                 "block table, expected columns next to each other"
             )
         rows = owner.shape[0]
@@ -81,8 +81,10 @@ class FusedTables:
 
 
 class FusedSparseMla:
-    """The kernels of a layer's attention around `wq_b`, for `heads` local heads and up to `max_rows` rows. Their scratch
-    serves one call at a time: calls of a step follow each other."""
+    """The kernels of a layer's attention around `wq_b`, for `heads` local heads and up to `max_rows` rows.
+
+    Their scratch serves one call at a time: calls of a step follow each other.
+    """
 
     def __init__(self, heads: int, window: int, topk: int, max_rows: int, device: torch.device) -> None:
         self.heads, self.window, self.topk, self.max_rows = heads, window, topk, max_rows
@@ -202,10 +204,10 @@ class FusedSparseMla:
         if programs * 2 * launch.group > self._statistics.numel():
             self._statistics = torch.empty(programs * 2 * launch.group, device=device)
 
-    def warm(self, attn: AttentionView, tables: FusedTables) -> None:
+    def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its
         own. Not in a capture."""
-        device = self._partial.device
+        device, tables = self._partial.device, FusedTables()
         cache = torch.zeros(1, 32, RECORD, dtype=torch.uint8, device=device)
         cache = cache.as_strided(cache.shape, (32 * RECORD // 16 * 16, RECORD, 1))
         layer: Any = _Warming(attn, cache)
@@ -222,9 +224,9 @@ class FusedSparseMla:
             self.norm_insert(layer, projected, positions, meta)
             window, selected = tables.window(meta, positions, self.window), tables.selected(meta, selection, meta)
             q = torch.zeros(rows, self.heads, attn.head_dim, dtype=torch.bfloat16, device=device)
-            for settled in (False, True):
-                self(layer, q, positions, window, None, settled)
-                self(layer, q, positions, window, selected, settled)
+            # What reads a window alone makes no selection, and need not wait for one.
+            for slots, settled in ((None, True), (selected, True), (selected, False)):
+                self(layer, q, positions, window, slots, settled)
 
 
 def _warm_metadata(rows: int, device: torch.device) -> SimpleNamespace:

@@ -15,7 +15,7 @@ class TableOps(Protocol):
         """[T, window] slots of the sliding window, -1 where it is empty."""
 
     def selected(self, meta: CacheView, states: Tensor, window: CacheView) -> Tensor:
-        """Slots [T, n] of the states [at least T, n] selected, -1 where there is none and on `window`'s padding rows."""
+        """Slots [T, n] of the states [at least T, n] selected, -1 for none and on `window`'s padding rows."""
 
 
 class ReferenceTables:

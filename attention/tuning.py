@@ -42,13 +42,13 @@ def key_tiles(window: int, topk: int) -> int:
 
 
 def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
-    """The launch for so many rows. Not measured: one tile a program and as many slices as run at once, or else as
-    many splits as do."""
+    """The launch for so many rows. Not measured: one tile a program and as many slices as run at once, or else five
+    splits, two or one."""
     tiles = key_tiles(window, topk)
     # Sums of 32 heads and all columns do not fit into the registers beside several tiles.
     fewest = 1 if heads <= 16 else 2
     cuts = [(1, slices) for slices in (8, 4, 2, 1) if slices >= fewest]
-    cuts += [(count, fewest) for count in range(2, tiles + 1)]
+    cuts += [(-(-tiles // splits), fewest) for splits in (5, 2, 1) if splits < tiles]
     launches = [mla_launch(rows, heads, tiles, count, slices) for count, slices in cuts]
     return next((launch for launch in launches if launch.early), launches[-1])
 
@@ -59,7 +59,8 @@ def mla_launch(rows: int, heads: int, all_tiles: int, tiles: int, slices: int) -
     groups, splits = -(-heads // group), -(-all_tiles // tiles)
     # A loop's registers fit with twice the threads alone.
     warps = 4 if tiles == 1 else 8
-    return SparseMla(group, groups, tiles, splits, slices, warps, rows * groups * splits * slices <= MLA_RESIDENT[warps])
+    early = rows * groups * splits * slices <= MLA_RESIDENT[warps]
+    return SparseMla(group, groups, tiles, splits, slices, warps, early)
 
 
 # Slots of a table that a program works out. Not measured.

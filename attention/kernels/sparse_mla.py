@@ -1,8 +1,8 @@
 """Sparse MLA of decode rows: RoPE, attention over the window and the selected positions, inverse RoPE, in one launch.
 
-Keys are the multiplications' 64-wide side and heads the narrow one, so that few heads are not padded to 64. A row's keys are
-split over programs, and the last one to arrive adds the splits up. Slices of a row's 512 output columns are programs
-too: each computes all scores of its keys again, and adds up its own columns alone; so the adding up is spread.
+Keys are the multiplications' 64-wide side and heads the narrow one, so that few heads are not padded to 64. A row's
+keys are split over programs, and the last one to arrive adds the splits up. Slices of a row's 512 output columns are
+programs too: each computes all scores of its keys again, and adds up its own columns alone; so the adding up is spread.
 Records are 584 bytes (see `attention.reference`); one of 512 columns is eight blocks of 64, the last of them rotated.
 """
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specialized_decode.attention import reference
 from tests.helpers.mla_case import MlaCase, assert_as_good
-from tests.helpers.mla_interpreted import CASES, UNSETTLED, make, run_interpreted
+from tests.helpers.mla_interpreted import CASES, CHOSEN, STEPS, UNSETTLED, make, replayed, run_interpreted, world
+from tests.helpers.step_attention import KINDS, LAYERS
 from tests.helpers.step_mhc import same_bits
 
 Found = dict[str, dict[str, Tensor]]
@@ -60,7 +61,7 @@ def test_tables(one: One) -> None:
 
 
 def test_norms_and_insert(one: One) -> None:
-    """Queries but for the last bit, which a sum's order may turn; records as the reference's of the kernel's latents."""
+    """As the reference's, but for a last bit, which another order of a sum may turn."""
     _, case, found = one
     rank, live = case.shape.q_rank, case.live
     queries, latents = case.projected.split([rank, 512], 1)
@@ -83,3 +84,28 @@ def _strided(case: MlaCase, contents: Tensor) -> Tensor:
     """A cache of other contents, laid out as the case's."""
     other = torch.empty_strided(case.window_cache.shape, case.window_cache.stride(), dtype=torch.uint8)
     return other.copy_(contents)
+
+
+def test_tables_are_reused_within_a_step_alone(found: Found) -> None:
+    """Both layers of a step read its tables; the second step's are of its own blocks and selections."""
+    outputs = found["steps, reused"]
+    for step, case in (("first", make(UNSETTLED)), ("second", replayed())):
+        assert_as_good(outputs[f"{step} 0"], case)
+        assert same_bits(outputs[f"{step} 0"], outputs[f"{step} 1"])
+
+
+def test_whole_steps(found: Found) -> None:
+    """Every kind of layer against the plain ones: outputs, and the caches that they leave behind."""
+    plain, outputs = world(), found["steps"]
+    live = torch.tensor(CHOSEN) >= 0
+    for at in range(STEPS):
+        expected = plain.decode(CHOSEN, [1] * len(CHOSEN), plain.plain, seed=at)
+        for number in LAYERS:
+            ours, theirs = outputs[f"{at} {number}"], expected[number]
+            assert not ours[~live].any(), "padding rows come out as zeros"
+            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < 1e-2, f"step {at}, layer {number}, {KINDS[number]}: {error:g} off"
+    state = plain.state()
+    for name in ("window caches", "compressed caches"):
+        different = (outputs[name] != state[name]).float().mean()
+        assert different < 1e-3, f"{name}: {different:g} of the bytes differ"

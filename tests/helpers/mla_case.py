@@ -79,6 +79,21 @@ class MlaCase:
         self.q = (2 * self._normal(self.rows, shape.heads, 512)).bfloat16()
         self.projected[~self.live], self.q[~self.live] = torch.nan, torch.nan
 
+    def load(self, other: "MlaCase") -> None:
+        """Copies another batch of the same shape into this one's tensors, which a graph reads."""
+        pairs = [(self.positions, other.positions), (self.live, other.live), (self.selection, other.selection)]
+        pairs += [(self.q, other.q), (self.attn.sinks, other.attn.sinks), (self.attn.cos_sin, other.attn.cos_sin)]
+        pairs.append((self.window_cache, other.window_cache))
+        metas = [(self.window, other.window)]
+        if self.compressed is not None and other.compressed is not None:
+            assert self.compressed_cache is not None and other.compressed_cache is not None
+            pairs.append((self.compressed_cache, other.compressed_cache))
+            metas.append((self.compressed, other.compressed))
+        for mine, theirs in metas:
+            pairs += [(mine.block_table, theirs.block_table), (mine.slot_mapping, theirs.slot_mapping)]
+        for ours, its in pairs:
+            ours.copy_(its)
+
     @property
     def caches(self) -> Any:
         return SimpleNamespace(window=self.window, compressed=self.compressed)
