@@ -212,7 +212,7 @@ def _store_rotated(out, at, inside, result, cos, sin):
 
 
 # One kernel for every layer of a step.
-@triton.jit(do_not_specialize=["window_log2", "log2", "zero"])
+@triton.jit(do_not_specialize=["heads", "window_log2", "log2", "zero"])
 def sparse_mla_kernel(
     q,
     positions,
@@ -229,10 +229,10 @@ def sparse_mla_kernel(
     arrived,
     out,
     scale,
+    heads,
     window_log2,
     log2,
     zero,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     TOPK: tl.constexpr,
@@ -244,8 +244,8 @@ def sparse_mla_kernel(
     SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, HEADS, 512] bfloat16, not rotated; positions: [rows]
-    int64; cos_sin: [positions, 64] float32; sinks: [HEADS] float32; caches: uint8, block strides in bytes, the binary
+    """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
+    int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
     logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
     cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES + 64, GROUP] and statistics:
     [programs, 2, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards. GROUP: a power
@@ -257,8 +257,8 @@ def sparse_mla_kernel(
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     part, group = tl.program_id(1) % SLICES, tl.program_id(1) // SLICES
     head = group * GROUP + tl.arange(0, GROUP)
-    inside = head < HEADS
-    at = (row * HEADS + head) * WIDTH
+    inside = head < heads
+    at = (row * heads + head) * WIDTH
     first = split * TILES
     # What depends on nothing that may still run is on its way, and converted, before the grid dependency resolves.
     pair = tl.arange(0, HALF)

@@ -37,6 +37,7 @@ MLA = {
     "arrived": "*i32",
     "out": "*bf16",
     "scale": "fp32",
+    "heads": "i32",
     "window_log2": "i32",
     "log2": "i32",
     "zero": "i32",
@@ -78,7 +79,7 @@ def mla(rows: int, heads: int, topk: int = TOPK, settled: bool = True) -> Varian
     """As `FusedSparseMla` launches it."""
     cut = tuning.sparse_mla(rows, heads, WINDOW, topk)
     constants = {
-        "HEADS": heads, "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": tuning.MLA_KEYS,
+        "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": tuning.MLA_KEYS,
         "TILES": cut.tiles, "SPLITS": cut.splits, "SPLITS_PADDED": 1 << (cut.splits - 1).bit_length(),
         "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early,
     }  # fmt: skip
@@ -96,9 +97,9 @@ def variants() -> dict[str, Variant]:
         constants = {"N": n, "WINDOW": window, "BLOCK": tuning.TABLE_BLOCK}
         signature = {**SLOTS, "source": "*i64"} if window else SLOTS
         found["window" if window else "selection"] = Variant(slots_kernel, signature, constants, {"num_warps": 4})
-    # Every cut of TP4's width; ends and middle of the others'.
+    # Every cut of TP4's and TP8's widths; of TP2's and TP1's, which share theirs, ends and middle.
     wanted = [(rows, 16, topk) for topk in (TOPK, 0) for rows in range(1, tuning.MLA_MAX_ROWS + 1)]
-    wanted += [(rows, heads, TOPK) for heads in (8, 32, 64) for rows in (1, 8, 48, 384)]
+    wanted += [(rows, heads, TOPK) for heads in (32, 64) for rows in (1, 4, 8, 48, 384)]
     seen = set()
     for rows, heads, topk in wanted:
         variant = mla(rows, heads, topk)
@@ -159,7 +160,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: py
 def test_residency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs of one tile fit on a multiprocessor, as `tuning` counts on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    for heads in (8, 16, 32):
+    for heads in (16, 32):
         kernel = compiled(mla(1, heads), 90)
         assert 2 * (kernel.metadata.shared + 1024) <= SHARED_BYTES, f"{heads} heads: {kernel.metadata.shared} bytes"
 

@@ -45,12 +45,12 @@ class MlaCase:
         self.live = (lengths > behind).to(device)
         longest = max(*self.contexts, 1)
         # Tokens before the window lie nowhere any more.
-        first = max(0, min([c for c in self.contexts if c], default=0) - shape.window - shape.count)
-        self.window_cache, self.window = self._cache(WINDOW_STATES, -(-longest // WINDOW_STATES), first)
+        spans = [(max(0, c - shape.window - shape.count), c) for c in self.contexts]
+        self.window_cache, self.window = self._cache(WINDOW_STATES, spans)
         self.compressed_cache, self.compressed = None, None
         if shape.ratio:
-            columns = -(-max(1, longest // shape.ratio) // shape.states)
-            self.compressed_cache, self.compressed = self._cache(shape.states, columns, 0)
+            spans = [(0, c // shape.ratio) for c in self.contexts]
+            self.compressed_cache, self.compressed = self._cache(shape.states, spans)
         selection = torch.full((self.rows + 3, shape.topk), -1, dtype=torch.int32)
         for row, (position, live) in enumerate(zip(self.positions.tolist(), self.live.tolist(), strict=True)):
             closed = (position + 1) // shape.ratio if shape.ratio and live else 0
@@ -101,15 +101,16 @@ class MlaCase:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
-    def _cache(self, states: int, columns: int, first: int) -> tuple[Tensor, CacheMetadata]:
-        """A cache that is the middle one of three in its blocks, and its metadata. Blocks of no request, as block 0,
-        hold no numbers; requests own no block that lies wholly before the state `first`."""
-        requests = len(self.contexts)
-        used = columns - first // states
-        blocks = 1 + requests * used
-        order = 1 + torch.randperm(requests * used, generator=self.generator).view(requests, used)
+    def _cache(self, states: int, spans: list[tuple[int, int]]) -> tuple[Tensor, CacheMetadata]:
+        """A cache that is the middle one of three in its blocks, and its metadata. spans: the states that a request
+        holds, in blocks of its own in no order. Block 0, where tables point to else, holds no numbers."""
+        requests, columns = len(spans), max(1, *(-(-end // states) for _, end in spans))
         table = torch.zeros(requests, columns, dtype=torch.int32)
-        table[:, first // states :] = order.int()
+        held = torch.zeros(requests, columns, dtype=torch.bool)
+        for request, (start, end) in enumerate(spans):
+            held[request, start // states : -(-end // states)] = True
+        blocks = 1 + int(held.sum())
+        table[held] = 1 + torch.randperm(blocks - 1, generator=self.generator).int()
         page = -(-states * RECORD // 576) * 576
         buffer = torch.full((blocks, 3 * page), 0xFF, dtype=torch.uint8)
         data, scales = random_records(blocks - 1, states, self.generator)
