@@ -57,8 +57,8 @@ def mla_launch(rows: int, heads: int, all_tiles: int, tiles: int, slices: int) -
     """A launch whose splits take `tiles` of a row's tiles of keys."""
     group = 16 if heads <= 16 else 32
     groups, splits = -(-heads // group), -(-all_tiles // tiles)
-    # A loop's registers fit with twice the threads alone.
-    warps = 4 if tiles == 1 else 8
+    # A loop's registers fit with twice the threads alone; so do more columns of 32 heads.
+    warps = 4 if tiles == 1 and (group == 16 or slices == 8) else 8
     early = rows * groups * splits * slices <= MLA_RESIDENT[warps]
     return SparseMla(group, groups, tiles, splits, slices, warps, early)
 
