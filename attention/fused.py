@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.kernels.projection import projection_kernel
 from specialized_decode.attention.prepared import PreparedFp8
 

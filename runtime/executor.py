@@ -16,6 +16,7 @@ from specialized_decode.attention import (
     SparseMlaDecode,
     StockAttention,
 )
+from specialized_decode.attention.select import mla_unsupported
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.boundary import (
     Boundaries,
@@ -39,6 +40,7 @@ from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_fam
 from specialized_decode.runtime.warmup import warm_up
 
 if TYPE_CHECKING:
+    from specialized_decode.attention.fused_mla import FusedSparseMla
     from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
 logger = logging.getLogger(__name__)
@@ -57,10 +59,11 @@ class UnsupportedTarget(RuntimeError):
 @dataclass(frozen=True)
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
-    run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve. They
-    are off unless asked for: not all that they have to show has been shown (docs/benchmarks.md). stock: what no kernel
-    of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops, for checks;
-    prepared_weights: an engine that repacks its dense weights may keep a copy of them as released, for our own ops."""
+    run once at start, so that no capture compiles; kernels: boundaries, and sparse MLA in our own attention, run on the
+    Triton kernels where they serve. They are off unless asked for: not all that they have to show has been shown
+    (docs/benchmarks.md). stock: what no kernel of ours serves runs on the host engine's own ops, where it has any;
+    False takes the reference ops, for checks; prepared_weights: an engine that repacks its dense weights may keep a
+    copy of them as released, for our own ops."""
 
     autotune: bool = False
     jit_warmup: bool = True
@@ -95,6 +98,7 @@ class SpecializedDecode:
         self.mhc_stream: SideStream | None = None
         self.boundaries = self._boundaries(coefficients)
         self.tables = SparseIndexTables()
+        self.sparse_mla: FusedSparseMla | None = None
         self.aux_streams: AuxStreams | None = None
         self.candidates: CandidateOverlap | None = None
         self.layers = self._plan_layers()
@@ -356,6 +360,7 @@ class SpecializedDecode:
     def _attention_steps(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep]:
         self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
         self.candidates = self._candidates()
+        self.sparse_mla = self._sparse_mla_kernels(layers)
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
         publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
         steps = []
@@ -372,9 +377,25 @@ class SpecializedDecode:
                 consumer=self.candidates if indexer is not None and indexer.candidate_consumer else None,
                 aux=self.aux_streams,
                 before_last=self._join_boundaries,
+                fused=self.sparse_mla,
             )
             steps.append(step)
         return steps
+
+    def _sparse_mla_kernels(self, layers: Sequence[DecoderLayerView]) -> "FusedSparseMla | None":
+        """The kernels around `wq_b`, which also make the index tables, or None where the reference ops run."""
+        reason = None if self.config.kernels else "kernels were not asked for"
+        for layer in layers:
+            reason = reason or mla_unsupported(layer.attn, self.device)
+        if reason is not None:
+            logger.info("Sparse MLA runs on reference ops: %s", reason)
+            return None
+        from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+
+        attn = layers[0].attn
+        self.tables = SparseIndexTables(FusedTables())
+        topk = attn.selection.topk_indices.shape[1]
+        return FusedSparseMla(attn.num_heads, attn.window_size, topk, FUSED_MHC_MAX_ROWS, self.device)
 
 
 def _refusals(target: Target, config: DecodeConfig) -> list[str]:

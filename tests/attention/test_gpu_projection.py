@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import MAX_ROWS, project_fp8
 from specialized_decode.attention.prepared import prepare_fp8
 from specialized_decode.boundary import reference

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import constants
 from specialized_decode.attention.kernels.projection import projection_kernel
 

@@ -1,4 +1,4 @@
-"""Launch configurations of the attention kernels: pure functions."""
+"""Launch configurations of the low-batch projections: pure functions."""
 
 from typing import NamedTuple
 

@@ -1,0 +1,34 @@
+"""Which attention ops serve a device: the kernels where they fit, else the reference."""
+
+import torch
+
+from specialized_decode.attention.views import AttentionView
+
+# What the kernels are written for.
+HEAD_DIM, ROPE_DIM = 512, 64
+MAX_HEADS = 64
+MAX_WINDOW, MAX_TOPK = 1024, 2048
+
+
+def mla_unsupported(attn: AttentionView, device: torch.device) -> str | None:
+    """Why the sparse MLA kernels do not serve this layer on this device, or None."""
+    if device.type != "cuda":
+        return f"device: found {device.type}, expected cuda"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"GPU: found compute capability {major}.{minor}, expected 9.0 or later"
+    return unsupported_widths(attn)
+
+
+def unsupported_widths(attn: AttentionView) -> str | None:
+    """Why the sparse MLA kernels do not serve a layer of these widths, or None."""
+    if attn.head_dim != HEAD_DIM or attn.rope_dim != ROPE_DIM:
+        return f"head: found {attn.head_dim} columns, {attn.rope_dim} rotated, expected {HEAD_DIM}, {ROPE_DIM} rotated"
+    if not 0 < attn.num_heads <= MAX_HEADS:
+        return f"heads: found {attn.num_heads}, expected 1 to {MAX_HEADS} a rank"
+    if not 0 < attn.window_size <= MAX_WINDOW:
+        return f"window: found {attn.window_size}, expected 1 to {MAX_WINDOW}"
+    topk = attn.selection.topk_indices.shape[1]
+    if not 0 < topk <= MAX_TOPK:
+        return f"top-k: found {topk}, expected 1 to {MAX_TOPK}"
+    return None
