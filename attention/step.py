@@ -12,7 +12,7 @@ from specialized_decode.attention import mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
-from specialized_decode.attention.projections import LowBatchLinear
+from specialized_decode.attention.projections import FusedProjections, LowBatchLinear
 from specialized_decode.attention.views import AttentionView, LayerCaches
 from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
 
@@ -55,8 +55,8 @@ class AttentionStep:
     tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
     layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
-    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, None for the
-    reference ops.
+    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, and projections:
+    those of low-batch steps, None for the reference ops.
     """
 
     def __init__(
@@ -71,12 +71,16 @@ class AttentionStep:
         aux: AuxStreams,
         before_last: Callable[[], None] = lambda: None,
         fused: "FusedSparseMla | None" = None,
+        projections: FusedProjections | None = None,
     ) -> None:
-        self.before_last, self.fused = before_last, fused
+        self.before_last, self.fused, self.projections = before_last, fused, projections
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
-        self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv)
-        self.wq_b, self.wo_a, self.wo_b = (LowBatchLinear(w) for w in (attn.wq_b, attn.wo_a, attn.wo_b))
+        kernels = projections or (None, None, None, None)
+        self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv, kernels[0])
+        self.wq_b = LowBatchLinear(attn.wq_b, kernels[1])
+        self.wo_a = LowBatchLinear(attn.wo_a, kernels[2], grouped=True)
+        self.wo_b = LowBatchLinear(attn.wo_b, kernels[3])
 
     def run(self, x: Tensor, quant: QuantizedInput | None, positions: Tensor, step: StepGates) -> Tensor:
         """x: [T, hidden] bfloat16, the normed input, quant its MXFP8 form where asked for; positions: [T] int64.
@@ -198,8 +202,9 @@ class AttentionStep:
 
     def _output(self, out: Tensor, step: StepGates) -> Tensor:
         """Head outputs [T, heads, 512] -> [T, hidden] through the grouped low-rank projection."""
-        low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups)
+        low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups, step)
         self.before_last()
-        if step.low_batch and self.publisher is not None:
-            return self.publisher(low, self.wo_b.prepared)
+        published = self.wo_b.publishes(step)
+        if published is not None and self.publisher is not None:
+            return self.publisher(low, published)
         return self.wo_b(low, step)

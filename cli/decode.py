@@ -41,6 +41,7 @@ _CHUNK_TOKENS = 512
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
 @click.option("--kernels", is_flag=True, help="Run the executor's boundaries on their kernels, where a GPU has them.")
+@click.option("--attention-kernels", is_flag=True, help="The same for its attention, whose kernels are not proven yet.")
 def decode(
     folder: Path | None,
     prompts: tuple[str, ...],
@@ -49,11 +50,12 @@ def decode(
     device: str,
     context: int | None,
     kernels: bool,
+    attention_kernels: bool,
 ) -> None:
     """Generates greedily from FOLDER, first with the plain layers, then with the executor, and compares.
 
     Without FOLDER it decodes the tiny random model, which it writes to the user's cache folder on first use. On cuda
-    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. --kernels
+    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. Kernels
     round otherwise than the plain layers do, and random weights leave the best tokens close together: with them the
     two texts part sooner or later.
     """
@@ -78,7 +80,8 @@ def decode(
     with progress_bar(f"loading {folder}", "layer") as progress:
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
-    _compare(model, tokenizer, encoded, tokens, context, chunk, DecodeConfig(kernels=kernels))
+    config = DecodeConfig(kernels=kernels, attention_kernels=attention_kernels)
+    _compare(model, tokenizer, encoded, tokens, context, chunk, config)
 
 
 def _compare(

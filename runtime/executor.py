@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from specialized_decode.attention import (
     SparseMlaDecode,
     StockAttention,
 )
-from specialized_decode.attention.select import mla_unsupported
+from specialized_decode.attention.select import mla_unsupported, projections_unsupported
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.boundary import (
     Boundaries,
@@ -41,6 +41,8 @@ from specialized_decode.runtime.warmup import warm_up
 
 if TYPE_CHECKING:
     from specialized_decode.attention.fused_mla import FusedSparseMla
+    from specialized_decode.attention.projections import FusedProjections
+    from specialized_decode.attention.views import AttentionView
     from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
 logger = logging.getLogger(__name__)
@@ -59,15 +61,17 @@ class UnsupportedTarget(RuntimeError):
 @dataclass(frozen=True)
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
-    run once at start, so that no capture compiles; kernels: boundaries, and sparse MLA in our own attention, run on the
-    Triton kernels where they serve. They are off unless asked for: not all that they have to show has been shown
-    (docs/benchmarks.md). stock: what no kernel of ours serves runs on the host engine's own ops, where it has any;
-    False takes the reference ops, for checks; prepared_weights: an engine that repacks its dense weights may keep a
-    copy of them as released, for our own ops."""
+    run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve;
+    attention_kernels: so do sparse MLA and the low-batch projections of our own attention, which runs where `stock`
+    is False or there is no stock. Both are off unless asked for: not all that they have to show has been shown
+    (docs/benchmarks.md), and nothing yet of attention's. stock: what no kernel of ours serves runs on the host engine's
+    own ops, where it has any; False takes the reference ops, for checks; prepared_weights: an engine that repacks its
+    dense weights may keep a copy of them as released, for our own ops."""
 
     autotune: bool = False
     jit_warmup: bool = True
     kernels: bool = False
+    attention_kernels: bool = False
     stock: bool = True
     prepared_weights: bool = True
 
@@ -361,6 +365,7 @@ class SpecializedDecode:
         self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
         self.candidates = self._candidates()
         self.sparse_mla = self._sparse_mla_kernels(layers)
+        fused_projections = self._projection_kernels(layers)
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
         publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
         steps = []
@@ -378,13 +383,31 @@ class SpecializedDecode:
                 aux=self.aux_streams,
                 before_last=self._join_boundaries,
                 fused=self.sparse_mla,
+                projections=fused_projections(layer.attn) if fused_projections is not None else None,
             )
             steps.append(step)
+        if fused_projections is not None:
+            taken = sum(step.projections.nbytes for step in steps if step.projections is not None)
+            logger.info("Low-batch projections: prepared weights take %.1f MB", taken / 1e6)
         return steps
+
+    def _projection_kernels(
+        self, layers: Sequence[DecoderLayerView]
+    ) -> "Callable[[AttentionView], FusedProjections] | None":
+        """What prepares a layer's projections for the kernels, or None where the reference ops run."""
+        reason = None if self.config.attention_kernels else "attention kernels were not asked for"
+        for layer in layers:
+            reason = reason or projections_unsupported(layer.attn, self.device)
+        if reason is not None:
+            logger.info("Low-batch projections run on reference ops: %s", reason)
+            return None
+        from specialized_decode.attention.fused import fused_projections
+
+        return fused_projections
 
     def _sparse_mla_kernels(self, layers: Sequence[DecoderLayerView]) -> "FusedSparseMla | None":
         """The kernels around `wq_b`, which also make the index tables, or None where the reference ops run."""
-        reason = None if self.config.kernels else "kernels were not asked for"
+        reason = None if self.config.attention_kernels else "attention kernels were not asked for"
         for layer in layers:
             reason = reason or mla_unsupported(layer.attn, self.device)
         if reason is not None:

@@ -73,7 +73,7 @@ def test_texts_that_differ_are_counted(invoke: Invoke, small_folder: Path, monke
     assert all(plain != executor for _, _, plain, executor in texts(result.stdout))
 
 
-@pytest.mark.parametrize("flags", [(), ("--kernels",)])
+@pytest.mark.parametrize("flags", [(), ("--kernels", "--attention-kernels")])
 def test_reference_ops_on_request(
     invoke: Invoke, small_folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
