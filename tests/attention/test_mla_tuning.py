@@ -72,6 +72,27 @@ def test_a_cpu_is_not_served() -> None:
     assert select.mla_unsupported(layer(), torch.device("cpu")) == "device: found cpu, expected cuda"
 
 
+def weights(**changes: Any) -> Any:
+    shapes = {"fused_wqa_wkv": (1792, 5120), "wq_b": (8192, 1280), "wo_a": (2048, 4096), "wo_b": (5120, 2048)}
+    layers = {
+        name: SimpleNamespace(weight=torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"), scale=torch.empty(0))
+        for name, shape in {**shapes, **changes}.items()
+    }
+    return SimpleNamespace(**layers, o_groups=2)
+
+
+def test_weights_that_are_served() -> None:
+    assert select.unsupported_weights(weights()) is None
+    assert select.projections_unsupported(weights(), torch.device("cpu")) == "device: found cpu, expected cuda"
+
+
+def test_weights_that_are_not() -> None:
+    assert "wo_a: projection: found [2080, 4096]" in str(select.unsupported_weights(weights(wo_a=(2080, 4096))))
+    plain = weights()
+    plain.wq_b = SimpleNamespace(weight=torch.empty(32, 32, dtype=torch.bfloat16), scale=None)
+    assert select.unsupported_weights(plain) == "wq_b: found torch.bfloat16, expected float8_e4m3fn with scales"
+
+
 class TestRefusals:
     """Inputs that a kernel would misread."""
 
