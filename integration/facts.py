@@ -176,7 +176,8 @@ def _prepared_bytes(text: Any, tp: int, values: dict[str, bool]) -> int:
     dense = (
         memory.prepared_bytes(text, tp) if values["decode_reference_ops"] and values["decode_prepared_weights"] else 0
     )
-    return dense + (memory.mixer_bytes(text) if values["decode_kernels"] else 0)
+    projections = memory.projection_bytes(text, tp) if values["decode_attention_kernels"] else 0
+    return dense + projections + (memory.mixer_bytes(text) if values["decode_kernels"] else 0)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ def prepared_bytes(text: Any, tp: int) -> int:
     return round(_FP8 * (layers * per_layer + wkv + _indexer_weights(text)))
 
 
+def projection_bytes(text: Any, tp: int) -> int:
+    """What the low-batch projection kernels keep of attention's weights: the same bytes in another order."""
+    return round(_FP8 * text.num_hidden_layers * _attention_weights(text, tp))
+
+
 def mixer_bytes(text: Any) -> int:
     """What the boundary kernels keep of the mHC projections: each in three bfloat16 pieces, on every rank, and the
     first one's sum over the streams besides, in float32 and in pieces."""

@@ -114,17 +114,27 @@ def backend(vllm_config: Any) -> str:
 
 # The executor's switches in additional_config, and their defaults.
 # Kernels are off by default until they have been shown to be faster; reference ops are for checks.
-SWITCHES = {"decode_kernels": False, "decode_reference_ops": False, "decode_prepared_weights": True}
+SWITCHES = {
+    "decode_kernels": False,
+    "decode_attention_kernels": False,
+    "decode_reference_ops": False,
+    "decode_prepared_weights": True,
+}
 
 
 def switches(vllm_config: Any) -> dict[str, bool]:
-    """The values of SWITCHES. Raises ValueError for one that is no bool, or for reference ops without their weights."""
+    """The values of SWITCHES. Raises ValueError for one that is no bool, or for what reads weights without them."""
     values = {name: _options(vllm_config).get(name, default) for name, default in SWITCHES.items()}
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"additional_config: {name}: found {value!r}, expected true or false")
     if values["decode_reference_ops"] and not values["decode_prepared_weights"]:
         raise ValueError("additional_config: decode_prepared_weights: found False, which decode_reference_ops reads")
+    if values["decode_attention_kernels"] and not values["decode_reference_ops"]:
+        raise ValueError(
+            "additional_config: decode_attention_kernels: found True without decode_reference_ops, where attention is "
+            "vLLM's own"
+        )
     return values
 
 
@@ -149,6 +159,7 @@ def _config(stock: Any) -> Any:
         return dataclasses.replace(
             deployment_config(vllm_config),
             kernels=values["decode_kernels"],
+            attention_kernels=values["decode_attention_kernels"],
             stock=not values["decode_reference_ops"],
             prepared_weights=values["decode_prepared_weights"],
         )

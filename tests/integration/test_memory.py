@@ -9,7 +9,7 @@ import torch
 
 from specialized_decode.backbone.presets import CheckpointPlan
 from specialized_decode.backbone.writer import flash_plan, plan_tensors, tiny_plan
-from specialized_decode.integration.memory import mixer_bytes, prepared_bytes, weight_bytes
+from specialized_decode.integration.memory import mixer_bytes, prepared_bytes, projection_bytes, weight_bytes
 
 
 def _text(plan: CheckpointPlan) -> Any:
@@ -66,6 +66,18 @@ def test_mixers_of_the_boundary_kernels() -> None:
     assert mixer_bytes(text) == kept
 
 
+def test_projections_are_attentions_weights_once_more() -> None:
+    """1.6 GB over 4 ranks, inside the 3 GB that prepared copies may take; the bytes that a layer itself counts."""
+    from specialized_decode.attention.prepared import prepare_fp8
+
+    text = _text(flash_plan())
+    shapes = ((1792, 5120), (8192, 1280), (2048, 4096), (5120, 2048))
+    assert projection_bytes(text, 4) == round(40 * sum(n * k for n, k in shapes) * (1 + 1 / 1024))
+    n, k = shapes[2]
+    copy = prepare_fp8(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n // 32, k // 32, dtype=torch.uint8))
+    assert copy.words.nbytes + copy.scales.nbytes == n * k * (1 + 1 / 1024)
+
+
 @pytest.mark.parametrize(
     ("switches", "dense", "mixers"),
     [
@@ -74,6 +86,7 @@ def test_mixers_of_the_boundary_kernels() -> None:
         ({"decode_reference_ops": True}, True, False),
         ({"decode_kernels": True}, False, True),
         ({"decode_reference_ops": True, "decode_kernels": True}, True, True),
+        ({"decode_reference_ops": True, "decode_attention_kernels": True}, True, False),
     ],
 )
 def test_room_is_asked_for_what_is_kept(
@@ -84,4 +97,5 @@ def test_room_is_asked_for_what_is_kept(
     config = engine_config(additional_config={"decode_backend": "latency_specialized", **switches})
     text = config.model_config.hf_text_config
     expected = prepared_bytes(text, 1) * dense + mixer_bytes(text) * mixers
+    expected += projection_bytes(text, 1) * switches.get("decode_attention_kernels", False)
     assert Deployment.gather(config).prepared == expected

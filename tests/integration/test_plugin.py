@@ -163,6 +163,10 @@ def test_other_values_are_refused_by_name(model_module: Any, engine_config: Call
         ({}, {}),
         ({"decode_kernels": True}, {"kernels": True}),
         ({"decode_reference_ops": True}, {"stock": False}),
+        (
+            {"decode_reference_ops": True, "decode_attention_kernels": True},
+            {"stock": False, "attention_kernels": True},
+        ),
         ({"decode_prepared_weights": False}, {"prepared_weights": False}),
     ],
 )
