@@ -98,6 +98,16 @@ def test_resources(
         order_of_machine_code(folder / "nvdisasm", cubin, launch.ahead)
 
 
+def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:
+    """Sparse MLA reads ahead of its own wait what was written a launch before `wq_b`: see `fused_projections`."""
+    launch = tuning.projection(8192, 1280)
+    assert launch.early, "by itself it would let the next launch start at once"
+    kernel = compiled(8192, 1280, 1, launch._replace(early=False), 90)
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    start = "griddepcontrol.launch_dependents"
+    assert start not in before and start in behind
+
+
 def order_of_machine_code(tool: Path, cubin: Path, ahead: int) -> None:
     """It keeps that order, and asks for x before it waits for weights."""
     code = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
