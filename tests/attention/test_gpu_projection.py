@@ -9,7 +9,7 @@ from specialized_decode.attention.fused import MAX_ROWS, FusedLinear, project_fp
 from specialized_decode.attention.prepared import prepare_fp8
 from specialized_decode.backbone.linear import Linear
 from specialized_decode.boundary import reference
-from tests.attention.test_projection_compile import SHAPES
+from tests.attention.shapes import SHAPES
 
 DEVICE = torch.device("cuda")
 
