@@ -1,7 +1,7 @@
 """What the MoE step reads of the model."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,16 @@ class ExpertsView(Protocol):
     def w2(self) -> Tensor: ...
     @property
     def w2_scale(self) -> Tensor: ...
+
+
+@runtime_checkable
+class HummingExpertsView(ExpertsView, Protocol):
+    """Routed experts as vLLM's Humming backend holds them; see `moe.expert_layout`. The scales' bases come beside."""
+
+    @property
+    def w13_scale_2(self) -> Tensor: ...
+    @property
+    def w2_scale_2(self) -> Tensor: ...
 
 
 class MoEView(Protocol):
