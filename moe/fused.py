@@ -61,6 +61,23 @@ class FusedMoE:
         self.scale = tuning.activation_scale(ffn.limit)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=self.gate.device)
 
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """Layers of which this is equal run the same compiled kernels."""
+        return (self.count, self.hidden, self.width, self.ffn.topk, self.scale, self.ffn.image_bias is None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """GPU memory beside the model's."""
+        return self._arrived.nbytes
+
+    def warm_up(self) -> None:
+        """Compiles and loads every kernel for every row count."""
+        for rows in range(1, self.max_rows + 1):
+            x = torch.zeros(rows, self.hidden, dtype=torch.bfloat16, device=self.gate.device)
+            routing = self.route(x, torch.zeros(rows, dtype=torch.int64, device=self.gate.device))
+            self.down(routing, self.up(routing))
+
     def route(self, x: Tensor, input_ids: Tensor) -> Routing:
         """x: [T, K] bfloat16, input_ids: [T] int64; two launches. Raises ValueError for other shapes and types."""
         rows, topk = x.shape[0], self.ffn.topk

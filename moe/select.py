@@ -4,7 +4,7 @@ import torch
 
 from specialized_decode.moe import tuning
 from specialized_decode.moe.expert_layout import HummingExperts, PackedWeight
-from specialized_decode.moe.views import HummingExpertsView, MoEView
+from specialized_decode.moe.views import MoEView
 
 # vLLM's name of the backend whose form the kernels read.
 LAYOUT = "HUMMING"
@@ -16,15 +16,12 @@ LARGEST_FLOAT16 = 65504
 def held_experts(ffn: MoEView) -> HummingExperts:
     """A layer's routed experts as they are held. Raises ValueError where they are not in that form."""
     experts = ffn.experts
-    if not isinstance(experts, HummingExpertsView):
+    bases = [getattr(experts, f"{name}_scale_2", None) for name in ("w13", "w2")]
+    if bases[0] is None or bases[1] is None:
         raise ValueError("routed experts: found no weight_scale_2")
     hidden, width = ffn.shared_down.weight.shape
-    return HummingExperts(
-        PackedWeight(experts.w13, experts.w13_scale, experts.w13_scale_2),
-        PackedWeight(experts.w2, experts.w2_scale, experts.w2_scale_2),
-        hidden,
-        width,
-    )
+    w13, w2 = (experts.w13, experts.w13_scale, bases[0]), (experts.w2, experts.w2_scale, bases[1])
+    return HummingExperts(PackedWeight(*w13), PackedWeight(*w2), hidden, width)
 
 
 def unsupported(ffn: MoEView) -> str | None:

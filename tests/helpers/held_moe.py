@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specialized_decode.moe.expert_layout import HummingExperts, pack, unpack
+from specialized_decode.moe.expert_layout import HummingExperts, PackedWeight, pack, unpack
 from specialized_decode.moe.reference import unpack_fp4
 
 TOPK, SCALING, LIMIT = 6, 1.5, 10.0
@@ -114,21 +114,18 @@ def exact_swiglu(gate_up: Tensor) -> Tensor:
 
 def exact_rows(ffn: HeldMoE, x: Tensor, ids: Tensor) -> Tensor:
     """The chosen experts' outputs [T, k, hidden] float64, rounded nowhere, from the weights that are held."""
-    codes = unpack(ffn.held)
-    cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def expert(number: int) -> tuple[Tensor, Tensor]:
-        if number not in cache:
-            pairs = ((codes.w13, codes.w13_scale), (codes.w2, codes.w2_scale))
-            w13, w2 = (unpack_fp4(code[number], scale[number], torch.float64) for code, scale in pairs)
-            cache[number] = w13, w2
-        return cache[number]
-
     out = torch.empty(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
-    for row, chosen in enumerate(ids.tolist()):
-        for slot, number in enumerate(chosen):
-            w13, w2 = expert(number)
-            out[row, slot] = w2 @ exact_swiglu(w13 @ x[row].double())
+    for number in ids.unique().tolist():
+        chosen = [
+            PackedWeight(*(tensor[number : number + 1] for tensor in vars(weight).values()))
+            for weight in (ffn.held.w13, ffn.held.w2)
+        ]
+        codes = unpack(HummingExperts(*chosen, ffn.held.hidden, ffn.held.width))
+        w13 = unpack_fp4(codes.w13[0], codes.w13_scale[0], torch.float64)
+        w2 = unpack_fp4(codes.w2[0], codes.w2_scale[0], torch.float64)
+        here = ids == number
+        tokens = here.nonzero()[:, 0]
+        out[here] = exact_swiglu(x[tokens].double() @ w13.T) @ w2.T
     return out
 
 
