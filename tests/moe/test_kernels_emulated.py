@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from specialized_decode.boundary import UnfinalizedRows
+from specialized_decode.moe import MoEStep, RoutedExpertGemms, reference
 from specialized_decode.moe import fused as launcher
-from specialized_decode.moe import reference
 from specialized_decode.moe.fused import FusedMoE, Routing
 from specialized_decode.moe.kernels import experts, fragments, front, route
 from specialized_decode.moe.select import unfit
 from tests.helpers.emulated_kernels import Emulated, Pointer, Value, emulate
 from tests.helpers.held_moe import TOPK, HeldMoE, exact_logits, exact_rows, exact_shared, held_moe, inputs
+from tests.helpers.step_gates import Gates
 
 EXPERTS = 32
 
@@ -238,3 +239,36 @@ def test_every_code_at_every_scale() -> None:
                 expected = torch.where(sign == 1, -magnitude, magnitude) * 2.0 ** (scale - fragments.SCALE_BIAS)
                 found = pairs[2 * half + column // 2].data >> 16 * (column % 2) & 0xFFFF
                 assert torch.equal(found.to(torch.int16).view(torch.float16).double(), expected)
+
+
+# --- the step ----------------------------------------------------------------------------------------------------
+
+
+def test_step(kernels: dict[str, Emulated]) -> None:
+    """Up to eight rows on the kernels, whose last launch follows the join; more rows and hooks on the stock path."""
+    ffn = held_moe(13, EXPERTS, 256, 64)
+    stock = torch.zeros(1)
+    ffn.stock = lambda x, ids: stock
+    joined: list[int] = []
+    step = MoEStep(ffn, RoutedExpertGemms(ffn), 49, lambda: joined.append(len(kernels["down_kernel"].launches)))
+    x, ids = inputs(13, 9, 256)
+    output = step.run(x[:8], ids[:8], Gates(8))
+    assert isinstance(output, UnfinalizedRows)
+    assert joined == [0] and [len(kernel.launches) for kernel in kernels.values()] == [1, 1, 1, 1]
+    expected = run(ffn, x[:8], ids[:8])[1]
+    assert torch.equal(output.rows, expected.rows) and torch.equal(output.shared, expected.shared)
+    assert step.run(x, ids, Gates(9)) is stock
+    assert step.run(x[:8], ids[:8], Gates(8, low_batch=False)) is stock
+    ffn.routing_hook = lambda chosen: None
+    assert step.run(x[:8], ids[:8], Gates(8)) is stock
+
+
+def test_inputs_of_other_shapes_are_refused() -> None:
+    moe = FusedMoE(held_moe(14, EXPERTS, 256, 64))
+    x, ids = inputs(14, 9, 256)
+    with pytest.raises(ValueError, match=r"found torch.bfloat16 \[9, 256\], expected bfloat16 \[1 to 8, 256\]"):
+        moe.route(x, ids)
+    with pytest.raises(ValueError, match=r"input_ids: found shape \[3\], strides \[1\], expected 2 contiguous rows"):
+        moe.route(x[:2], ids[:3])
+    with pytest.raises(ValueError, match=r"x: found shape \[2, 256\], strides \[512, 1\]"):
+        moe.route(x[:4:2], ids[:2])
