@@ -1,5 +1,4 @@
-"""Launches of the low-batch MoE: four for up to eight rows. `select` says where they serve; elsewhere this module is not
-imported."""
+"""Launches of the low-batch MoE, four for up to eight rows; `select` says where they serve."""
 
 from dataclasses import dataclass
 

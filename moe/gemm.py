@@ -31,13 +31,13 @@ class RoutedExpertGemms:
     def __init__(self, ffn: MoEView) -> None:
         experts = ffn.experts
         self.experts, self.limit = experts, ffn.limit
-        self.fused: FusedMoE | None = None
+        self.fused: "FusedMoE | None" = None
         self.max_rows: int | None = None
         if experts.layout == select.LAYOUT:
             # The kernels need Triton, which a machine without a GPU need not have.
-            from specialized_decode.moe.fused import FusedMoE
+            from specialized_decode.moe import fused
 
-            self.fused, self.max_rows = FusedMoE(ffn), tuning.MAX_ROWS
+            self.fused, self.max_rows = fused.FusedMoE(ffn), tuning.MAX_ROWS
             return
         self.dtype = torch.bfloat16 if experts.w13.is_cuda else torch.float32
         per_expert = 2 * (experts.w13[0].numel() + experts.w2[0].numel()) * self.dtype.itemsize

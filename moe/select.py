@@ -49,7 +49,9 @@ def unfit(ffn: MoEView) -> str | None:
         columns = hidden if name == "up" else width
         blocks = (rows // tuning.BLOCK, columns // tuning.BLOCK)
         if layer.weight.dtype != torch.float8_e4m3fn or layer.scale is None or tuple(layer.scale.shape) != blocks:
-            return f"shared expert's {name}: found {layer.weight.dtype}, expected float8_e4m3fn with a scale per 32 x 32"
+            return (
+                f"shared expert's {name}: found {layer.weight.dtype}, expected float8_e4m3fn with a scale per 32 x 32"
+            )
         if tuple(layer.weight.shape) != (rows, columns):
             return f"shared expert's {name}: found {list(layer.weight.shape)}, expected {[rows, columns]}"
     if not 0 < ffn.topk <= MAX_TOPK:

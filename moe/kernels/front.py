@@ -62,8 +62,8 @@ def _logits(
     c1, c2, c3 = c0, c0, c0
     for i in gl.static_range(BLOCKS):
         x0, x1, x2, x3 = four_words(gl.load(inputs + i * 16), WARPS, lanes)
-        a0, a2, b0, b2 = four_words(first[i], WARPS, lanes)  # type: ignore[misc]
-        a1, a3, b1, b3 = four_words(second[i], WARPS, lanes)  # type: ignore[misc]
+        a0, a2, b0, b2 = four_words(first[i], WARPS, lanes)
+        a1, a3, b1, b3 = four_words(second[i], WARPS, lanes)
         c0, c1, c2, c3 = mma_bfloat16(a0, a1, a2, a3, x0, x1, c0, c1, c2, c3)
         c0, c1, c2, c3 = mma_bfloat16(b0, b1, b2, b3, x2, x3, c0, c1, c2, c3)
     sums = gl.sum(gl.join(gl.join(c0, c2), gl.join(c1, c3)), 0)

@@ -60,9 +60,7 @@ def route_kernel(
 
 
 @triton.jit
-def select(
-    logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr
-):
+def select(logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr):
     """The TOPK best by score + bias, of equal ones the lower id first, NaN last; weights are scores, renormalized.
 
     The score is written as stock's kernel computes it, so that equal logits give equal bits: log(1 + exp), not log1p.

@@ -113,7 +113,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 def atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
     before = load(pointer)
-    store(pointer, before + value)
+    store(pointer, Value(before.data + value))
     return before
 
 
@@ -131,7 +131,9 @@ def assembly(
     for number, argument in enumerate(arguments):
         bits = argument.data.view(torch.int32) if argument.data.is_floating_point() else argument.data
         registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
-    for line in (part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")):
+    for line in (
+        part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
+    ):
         text = line.strip()
         if text and not text.startswith(("griddepcontrol", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
@@ -148,7 +150,9 @@ def _execute(text: str, registers: dict[str, Tensor]) -> None:
     values = [_operand(one, registers) for one in lists[1:]]
     target = lists[0]
     if name.startswith("mma.sync"):
-        results = _multiply(name, [registers[one.strip()] for group in lists[1:] for one in group.strip("{}").split(",")])
+        results = _multiply(
+            name, [registers[one.strip()] for group in lists[1:] for one in group.strip("{}").split(",")]
+        )
         for one, result in zip(target.strip("{}").split(","), results, strict=True):
             registers[one.strip()] = result
     elif name == "mov.b32" and target[0] == "{":
@@ -209,8 +213,7 @@ def _multiply(name: str, registers: list[Tensor]) -> list[Tensor]:
     shape = torch.broadcast_shapes(*(one.shape for one in registers))
     words = [one.broadcast_to(shape) for one in registers]
     halves = [
-        [(word >> shift & 0xFFFF).to(torch.int16).view(dtype).double() for shift in (0, 16)]
-        for word in words[:6]
+        [(word >> shift & 0xFFFF).to(torch.int16).view(dtype).double() for shift in (0, 16)] for word in words[:6]
     ]
     left, right = torch.zeros(*shape[:-1], 16, 16).double(), torch.zeros(*shape[:-1], 16, 8).double()
     for j in range(2):
@@ -316,9 +319,7 @@ def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[M
     current = [0]
     substitute = language(lambda: current[0])
     kernels: dict[str, Emulated] = {}
-    originals = {
-        name: value for name, value in vars(launcher).items() if isinstance(value, JITFunction)
-    }
+    originals = {name: value for name, value in vars(launcher).items() if isinstance(value, JITFunction)}
     for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):

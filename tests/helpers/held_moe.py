@@ -116,11 +116,11 @@ def exact_rows(ffn: HeldMoE, x: Tensor, ids: Tensor) -> Tensor:
     """The chosen experts' outputs [T, k, hidden] float64, rounded nowhere, from the weights that are held."""
     out = torch.empty(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for number in ids.unique().tolist():
-        chosen = [
+        chosen_w13, chosen_w2 = (
             PackedWeight(*(tensor[number : number + 1] for tensor in vars(weight).values()))
             for weight in (ffn.held.w13, ffn.held.w2)
-        ]
-        codes = unpack(HummingExperts(*chosen, ffn.held.hidden, ffn.held.width))
+        )
+        codes = unpack(HummingExperts(chosen_w13, chosen_w2, ffn.held.hidden, ffn.held.width))
         w13 = unpack_fp4(codes.w13[0], codes.w13_scale[0], torch.float64)
         w2 = unpack_fp4(codes.w2[0], codes.w2_scale[0], torch.float64)
         here = ids == number

@@ -141,9 +141,7 @@ def test_who_chooses_what(rows: int, experts: list[list[int]]) -> None:
     assert sorted(row[0] for row in held) == sorted({one for chosen in experts for one in chosen})
     for expert, count, *rest in held:
         assert sorted(rest[6 : 6 + count]) == [
-            TOPK * row + chosen.index(expert)
-            for row, chosen in enumerate(routing.ids.tolist())
-            if expert in chosen
+            TOPK * row + chosen.index(expert) for row, chosen in enumerate(routing.ids.tolist()) if expert in chosen
         ]
 
 
