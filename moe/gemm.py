@@ -31,7 +31,7 @@ class RoutedExpertGemms:
     def __init__(self, ffn: MoEView) -> None:
         experts = ffn.experts
         self.experts, self.limit = experts, ffn.limit
-        self.fused: "FusedMoE | None" = None
+        self.fused: FusedMoE | None = None
         self.max_rows: int | None = None
         if experts.layout == select.LAYOUT:
             # The kernels need Triton, which a machine without a GPU need not have.

@@ -303,7 +303,7 @@ def _routed_down(
     own, count, hidden, weight, scale, expert, first_tile, I: gl.constexpr, I_HELD: gl.constexpr,
     N_HELD: gl.constexpr, K_HELD: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """16 rows a warp, all columns, in chunks of CHUNK tiles; the first one's weights are on their way before the wait."""
+    """16 rows a warp, all columns, in chunks of CHUNK tiles; the first one's weights do not wait."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
     TILES: gl.constexpr = (I + 63) // 64
