@@ -81,15 +81,28 @@ def held_moe(
         factor = torch.exp2(scale.float() - 127).repeat_interleave(32, 0).repeat_interleave(32, 1)
         return Linear((normal(rows, columns) * columns**-0.5 / factor).to(torch.float8_e4m3fn), scale)
 
-    held = pack(
-        numbers(0, 256, experts, 2 * width, hidden // 2),
-        scales(hidden, experts, 2 * width),
-        numbers(0, 256, experts, hidden, width // 2),
-        scales(width, experts, hidden),
+    # A part at a time: packing takes many times the memory of what it packs.
+    parts = [
+        pack(
+            numbers(0, 256, count, 2 * width, hidden // 2),
+            scales(hidden, count, 2 * width),
+            numbers(0, 256, count, hidden, width // 2),
+            scales(width, count, hidden),
+        )
+        for count in [min(32, experts - first) for first in range(0, experts, 32)]
+    ]
+    held = HummingExperts(
+        _joined([part.w13 for part in parts]), _joined([part.w2 for part in parts]), hidden=hidden, width=width
     )
     gate = (normal(experts, hidden) * hidden**-0.5).bfloat16()
     bias, image_bias = normal(experts) * 0.3, normal(experts) * 0.3 if image else None
     return HeldMoE(gate, bias, image_bias, held, fp8(2 * width, hidden), fp8(hidden, width))
+
+
+def _joined(parts: list[PackedWeight]) -> PackedWeight:
+    weights, scales, bases = zip(*(vars(part).values() for part in parts), strict=True)
+    scale = torch.cat([one.view(torch.uint8) for one in scales]).view(torch.float8_e8m0fnu)
+    return PackedWeight(torch.cat(weights), scale, torch.cat(bases))
 
 
 def inputs(seed: int, rows: int, hidden: int, device: str = "cpu", size: float = 1.0) -> tuple[Tensor, Tensor]:
