@@ -124,6 +124,17 @@ class BoundExperts:
         scale: Tensor = self._experts.w2_weight_scale
         return scale
 
+    @property
+    def w13_scale_2(self) -> Tensor:
+        """AttributeError where the backend's form has none, and so for w2."""
+        scale: Tensor = self._experts.w13_weight_scale_2
+        return scale
+
+    @property
+    def w2_scale_2(self) -> Tensor:
+        scale: Tensor = self._experts.w2_weight_scale_2
+        return scale
+
 
 class BoundMoE:
     """One layer's mixture of experts; see MoEView."""
