@@ -22,7 +22,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
-os.environ.update(ENVIRONMENT)
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 
 @dataclass
@@ -126,6 +127,10 @@ class Engine:
         (found,) = (p for p in self.runner.sampler.logits_processors if type(p).__name__ == "Recorder")
         return found
 
+    def take(self) -> dict[str, Any]:
+        """What the recorder has kept since the last call: a tests.gpu.recorder.Recording by request."""
+        return dict(self.recorder.take())
+
     @property
     def kv_blocks(self) -> int:
         """Blocks of the KV cache."""
@@ -193,7 +198,7 @@ def take_logits(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, Tenso
     Raises RuntimeError where a step is missing, or where an id beyond the trained ones has a logit other than zero.
     """
     logits = {}
-    for name, recording in engine.recorder.take().items():
+    for name, recording in engine.take().items():
         count = len(tokens[name])
         missing = sorted(set(range(count)) - recording.steps)
         if missing:
