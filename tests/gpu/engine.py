@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -95,8 +95,8 @@ class Engine:
     before: int
 
     @classmethod
-    def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> "Engine":
-        """Starts vLLM on one GPU; `options` are LLM's, over the ones that every engine here has."""
+    def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> Self:
+        """Starts vLLM, on one GPU by default; `options` are LLM's, over the ones that every engine here has."""
         from vllm import LLM
 
         settings: dict[str, Any] = {

@@ -29,7 +29,15 @@ ENVIRONMENT = {
 def jobs(args: argparse.Namespace) -> list[Job]:
     """All jobs, the most important first."""
     folder = args.models / f"flash-tp{args.shard_tp}-{LAYERS}-{args.experts}"
-    make = ("specialized_decode.cli.main", "make-checkpoint", str(folder), "--preset", "flash", "--layers", str(LAYERS))
+    make: tuple[str, ...] = (
+        "specialized_decode.cli.main",
+        "make-checkpoint",
+        str(folder),
+        "--preset",
+        "flash",
+        "--layers",
+        str(LAYERS),
+    )
     make += ("--experts", str(args.experts), "--shard-tp", str(args.shard_tp), "--replace")
     path = os.pathsep.join(filter(None, [str(ROOT), str(args.work / "plugin"), os.environ.get("PYTHONPATH", "")]))
     both = f"specialized_decode,{NAME}"
@@ -37,21 +45,23 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     # As it is served: the scheduler in a process of its own.
     served = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
-    def engine(name: str, option: dict[str, bool], seconds: float, files: tuple[Path, ...] = (), **more: str) -> Job:
+    def engine(
+        name: str, option: dict[str, bool], seconds: float, more: dict[str, str], files: tuple[Path, ...] = ()
+    ) -> Job:
         paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
         given = json.dumps(json.loads(args.executor_option) | option)
         command = ("tests.gpu.two_gpu_phases", name, *paths, "--executor-option", given, "--expect", args.expect)
         plugins = NAME if name == "tp2-stock" else both
-        environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins, **more}
+        environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins} | more
         return Job(name, command, seconds, ("checkpoint",), files, environment)
 
     return [
         Job("checkpoint", make, 120, phased=False),
-        engine("tp2-stock", {}, 180, **{REPEATABLE: "1"}),
-        engine("tp2-executor", {}, 180, (args.store / "tp2.pt",), **{REPEATABLE: "1"}),
-        engine("lacking", {}, 90, **served, **{LACKING: "1"}),
-        engine("killed", {"decode_kernels": True}, 120, **served),
-        engine("stopped", {"decode_kernels": True}, 120, **served),
+        engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
+        engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
+        engine("lacking", {}, 90, served | {LACKING: "1"}),
+        engine("killed", {"decode_kernels": True}, 120, served),
+        engine("stopped", {"decode_kernels": True}, 120, served),
     ]
 
 
