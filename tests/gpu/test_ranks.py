@@ -13,7 +13,7 @@ from tests.gpu.outputs import Recorded
 from tests.gpu.rank_worker import row_hashes
 from tests.gpu.ranks import Alike, compare_ranks, long_script
 from tests.gpu.scenarios import MAX_ROWS, largest_batch
-from tests.gpu.two_gpu_phases import check_ranks, judge_long, lacking_failures, lost_failures
+from tests.gpu.two_gpu_phases import NAMES, check_ranks, judge_long, lacking_failures, lost_failures
 from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
 
 
@@ -65,18 +65,30 @@ def test_rows_that_stock_repeats_are_exact() -> None:
 
 def test_both_ranks_say_what_is_missing() -> None:
     first, second = "x here, less on another rank; expected", "found VLLM_HUMMING_USE_F16_ACCUM=1; expected none"
-    assert lacking_failures(f"{first}\n{second}") == []
-    assert len(lacking_failures(first)) == len(lacking_failures(second)) == 1
+    took = "rank 0: refused after 1.250 s\nrank 1: refused after 1.300 s"
+    assert lacking_failures(f"{first}\n{second}\n{took}") == []
+    assert len(lacking_failures(f"{first}\n{took}")) == len(lacking_failures(f"{second}\n{took}")) == 1
+    assert lacking_failures(f"{first}\n{second}") == ["found ranks [] refusing, expected [0, 1]"]
+    late = took.replace("1.300", "31.300")
+    assert lacking_failures(f"{first}\n{second}\n{late}") == ["rank 1: raised after 31.3 s, expected at most 10 s"]
 
 
 @pytest.mark.parametrize(
     "log", ["row 0 of rank 1 did not come within 10 s", "found rank 1 (process 77) ended", "VllmWorker-1 died"]
 )
 def test_the_lost_rank_is_named_in_time(log: str) -> None:
-    assert lost_failures("EngineDeadError", 12, log, 77) == []
-    assert lost_failures("EngineDeadError", 26, log, 77) == ["the engine ended after 26.0 s, expected at most 25 s"]
-    assert lost_failures("", 12, log, 77) == ["the engine went on, expected an error"]
-    assert lost_failures("EngineDeadError", 12, "rank 0 (process 7) ended", 77) == ["nothing names rank 1"]
+    assert lost_failures("EngineDeadError", 12, log, 77, NAMES) == []
+    assert lost_failures("EngineDeadError", 26, log, 77, NAMES) == [
+        "the engine ended after 26.0 s, expected at most 25 s"
+    ]
+    assert lost_failures("", 12, log, 77, NAMES) == ["the engine went on, expected an error"]
+    assert lost_failures("EngineDeadError", 12, "rank 0 (process 7) ended", 77, NAMES) == ["nothing names rank 1"]
+
+
+def test_a_stopped_rank_is_named_by_the_executor() -> None:
+    vllm = "VllmWorker-1 died"
+    assert lost_failures("EngineDeadError", 12, "row 0 of rank 1 did not come", 77, NAMES[:1]) == []
+    assert lost_failures("EngineDeadError", 12, vllm, 77, NAMES[:1]) == ["nothing names rank 1"]
 
 
 def test_jobs(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 `write_metadata` makes it visible as `specialized_decode_tests`; what it does is asked for by environment variables.
 """
 
+import functools
 import multiprocessing
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 NAME = "specialized_decode_tests"
 REPEATABLE, LACKING = "SPECIALIZED_DECODE_TESTS_REPEATABLE", "SPECIALIZED_DECODE_TESTS_LACKING_RANK"
@@ -37,9 +40,29 @@ def register() -> None:
     rank = worker_rank()
     if rank is None:
         return
+    if os.environ.get(LACKING):
+        time_check(rank)
     if os.environ.get(LACKING) == str(rank):
         os.environ[REFUSED_SETTING] = "1"
     if os.environ.get(REPEATABLE) == "1":
         from tests.gpu.repeatable import make_repeatable
 
         make_repeatable()
+
+
+def time_check(rank: int) -> None:
+    """Prints, from here on, how long this rank's deployment check took until it raised; it is one of all ranks."""
+    from specialized_decode.integration import config
+
+    check = config.deployment_config
+
+    @functools.wraps(check)
+    def deployment_config(vllm_config: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return check(vllm_config)
+        except Exception:
+            print(f"rank {rank}: refused after {time.monotonic() - start:.3f} s", flush=True)
+            raise
+
+    config.deployment_config = deployment_config

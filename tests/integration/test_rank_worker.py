@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,3 +49,20 @@ def test_only_the_named_rank_lacks(monkeypatch: pytest.MonkeyPatch, name: str, l
     worker_plugin.register()
     assert (os.environ[worker_plugin.REFUSED_SETTING] == "1") == lacks
     assert registered["DeepseekV41ForCausalLM"] == worker_plugin.TEXT_MODEL
+
+
+def test_a_refusing_rank_tells_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specialized_decode.integration import config
+    from specialized_decode.integration.plugin import _config
+
+    def refusing(vllm_config: Any) -> Any:
+        raise config.UnsupportedDeployment("lacking")
+
+    monkeypatch.setattr(config, "deployment_config", refusing)
+    worker_plugin.time_check(1)
+    asked = SimpleNamespace(additional_config={"decode_backend": "latency_specialized"})
+    with pytest.raises(config.UnsupportedDeployment, match="lacking"):
+        _config(lambda vllm_config: None)(asked)
+    assert re.fullmatch(r"rank 1: refused after 0\.\d+ s\n", capsys.readouterr().out)
