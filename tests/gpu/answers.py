@@ -49,10 +49,10 @@ def judge(answer: Sequence[Step], alone: Callable[[Sequence[int]], Sequence[Step
             raise ValueError(f"alone: found {len(found)} steps, expected {len(answer) - position}")
         for given, own in zip(answer[position:], found, strict=False):
             position += 1
-            # The error counts on the answer's own token, which both sides have.
-            likely = own.top | {own.token: own.logprob}
-            if given.token in likely:
-                error = max(error, abs(given.logprob - likely[given.token]))
+            likely, answered = own.top | {own.token: own.logprob}, given.top | {given.token: given.logprob}
+            # Of both sides' choices, where both sides tell: were one left out, its error would pass for a gap.
+            for token in {given.token, own.token} & likely.keys() & answered.keys():
+                error = max(error, abs(answered[token] - likely[token]))
             if given.token != own.token:
                 gaps.append(own.logprob - likely.get(given.token, float("-inf")))
                 break
