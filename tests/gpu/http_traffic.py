@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.gpu.answers import Step
+from tests.gpu.answers import Step, Verdict, judge
 from tests.gpu.scenarios import prompt
 
 MODEL = "model"
@@ -127,6 +127,11 @@ class Alone:
             done = self.client.completions.create(**parameters(ids, count))
             self.known[key] = steps_of(done.choices[0].logprobs)
         return self.known[key][:count]
+
+    def judge(self, given: Given) -> Verdict:
+        """Holds an answer, a cancelled one as far as it came, against the engine alone."""
+        kind, count = given.asked.kind, len(given.steps)
+        return judge(given.steps, lambda tokens: self.steps(kind, tokens, count - len(tokens)))
 
 
 def answer_failures(answers: Sequence[Given]) -> list[str]:

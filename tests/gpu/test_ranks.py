@@ -94,13 +94,26 @@ def test_a_stopped_rank_is_named_by_the_executor() -> None:
 def test_jobs(tmp_path: Path) -> None:
     args = vllm_two_gpus.arguments(["--out", str(tmp_path), "--work", str(tmp_path / "w")])
     found = {job.name: job for job in vllm_two_gpus.jobs(args)}
-    assert list(found) == ["checkpoint", "tp2-stock", "tp2-executor", "lacking", "killed", "stopped"]
+    assert list(found) == [
+        "checkpoint",
+        "tp2-stock",
+        "tp2-executor",
+        "lacking",
+        "killed",
+        "stopped",
+        "http-stock",
+        "http-executor",
+    ]
     assert found["tp2-stock"].environment["VLLM_PLUGINS"] == NAME
     assert found["tp2-executor"].environment["VLLM_PLUGINS"] == f"specialized_decode,{NAME}"
     assert found["tp2-executor"].environment[REPEATABLE] == found["lacking"].environment[LACKING] == "1"
     for name in ("killed", "stopped"):
         assert '{"decode_kernels": true}' in found[name].command
         assert found[name].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert "--minutes 1 " in " ".join(found["http-stock"].command)
+    assert "--minutes 5 " in " ".join(found["http-executor"].command)
+    assert found["http-executor"].files == (tmp_path / "w" / "store" / "http.json",)
+    assert found["http-executor"].seconds < args.budget
     for name in list(found)[1:]:
         assert found[name].environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         assert found[name].command[1] == name

@@ -1,7 +1,8 @@
 """Shows on two GPUs what the executor does with two tensor-parallel ranks inside vLLM.
 
 `python -m tests.gpu.vllm_two_gpus --out OUT`, as tests/gpu/vllm_one_gpu.py: jobs with phases, resumed where a call
-stopped. Stock and the executor play 1000 steps alike; a rank lacks a requirement, is killed, and is stopped.
+stopped. Stock and the executor play 1000 steps alike; a rank lacks a requirement, is killed, and is stopped; OpenAI
+clients come to a server for minutes.
 """
 
 import argparse
@@ -55,6 +56,13 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins} | more
         return Job(name, command, seconds, ("checkpoint",), files, environment)
 
+    def server(name: str, minutes: float, files: tuple[Path, ...] = ()) -> Job:
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        given = ("--ranks", str(args.ranks), "--minutes", f"{minutes:g}", "--executor-option", args.executor_option)
+        environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": NAME if name == "http-stock" else both}
+        command = ("tests.gpu.http_phases", name, *paths, *given)
+        return Job(name, command, 60 * minutes + 180, ("checkpoint",), files, environment | served)
+
     return [
         Job("checkpoint", make, 120, phased=False),
         engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
@@ -62,6 +70,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         engine("lacking", {}, 90, served | {LACKING: "1"}),
         engine("killed", {"decode_kernels": True}, 120, served),
         engine("stopped", {"decode_kernels": True}, 120, served),
+        server("http-stock", min(1, args.minutes)),
+        server("http-executor", args.minutes, (args.store / "http.json",)),
     ]
 
 
@@ -74,6 +84,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
     parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default: 384)")
     parser.add_argument("--shard-tp", type=int, default=2, help="the folder's widths are 1/N of the release's")
+    parser.add_argument("--minutes", type=float, default=5, help="how long clients come over HTTP (default: 5)")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of the HTTP server (default: 2)")
     parser.add_argument("--budget", type=float, default=570, help="seconds in all (default: 570)")
     parser.add_argument("--again", action="store_true", help="run jobs again that passed in an earlier call")
     parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
