@@ -16,6 +16,11 @@ from tests.gpu.scenarios import MAX_ROWS, largest_batch
 from tests.gpu.two_gpu_phases import NAMES, check_ranks, judge_long, lacking_failures, lost_failures
 from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
 
+JOBS = """
+checkpoint tp2-stock tp2-executor lacking killed stopped http-stock http-executor
+checkpoint-drafts drafts-stock drafts-executor vision-stock vision-executor
+"""
+
 
 def taken(hidden: list[int], logits: list[list[float]]) -> dict[str, Any]:
     return {"hidden": torch.tensor(hidden), "recordings": {"a": (torch.tensor(logits),)}}
@@ -94,16 +99,7 @@ def test_a_stopped_rank_is_named_by_the_executor() -> None:
 def test_jobs(tmp_path: Path) -> None:
     args = vllm_two_gpus.arguments(["--out", str(tmp_path), "--work", str(tmp_path / "w")])
     found = {job.name: job for job in vllm_two_gpus.jobs(args)}
-    assert list(found) == [
-        "checkpoint",
-        "tp2-stock",
-        "tp2-executor",
-        "lacking",
-        "killed",
-        "stopped",
-        "http-stock",
-        "http-executor",
-    ]
+    assert list(found) == JOBS.split()
     assert found["tp2-stock"].environment["VLLM_PLUGINS"] == NAME
     assert found["tp2-executor"].environment["VLLM_PLUGINS"] == f"specialized_decode,{NAME}"
     assert found["tp2-executor"].environment[REPEATABLE] == found["lacking"].environment[LACKING] == "1"
@@ -114,7 +110,13 @@ def test_jobs(tmp_path: Path) -> None:
     assert "--minutes 5 " in " ".join(found["http-executor"].command)
     assert found["http-executor"].files == (tmp_path / "w" / "store" / "http.json",)
     assert found["http-executor"].seconds < args.budget
-    for name in list(found)[1:]:
+    for kind, stored in (("drafts", "drafts.pt"), ("vision", "vision.pt")):
+        stock, executor = found[f"{kind}-stock"], found[f"{kind}-executor"]
+        assert stock.environment == {"VLLM_PLUGINS": ""} and executor.environment == {}
+        assert executor.files == (args.store / stored,) and stock.command[3] == executor.command[3]
+    assert found["drafts-stock"].command[3] == found["checkpoint-drafts"].command[2]
+    assert found["vision-stock"].command[3] == found["checkpoint"].command[2]
+    for name in JOBS.split()[1:8]:
         assert found[name].environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         assert found[name].command[1] == name
 

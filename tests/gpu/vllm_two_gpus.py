@@ -2,7 +2,7 @@
 
 `python -m tests.gpu.vllm_two_gpus --out OUT`, as tests/gpu/vllm_one_gpu.py: jobs with phases, resumed where a call
 stopped. Stock and the executor play 1000 steps alike; a rank lacks a requirement, is killed, and is stopped; OpenAI
-clients come to a server for minutes.
+clients come to a server for minutes; and on one of the GPUs, DSpark's drafts and requests with an image.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.gpu.vllm_one_gpu import LAYERS, ROOT, Job, Session, table, write_results
+from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, Session, table, write_results
 from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
 
 WORK, MODELS = Path("/tmp/specialized-decode/run2"), Path("/tmp/specialized-decode/models")
@@ -30,16 +30,13 @@ ENVIRONMENT = {
 def jobs(args: argparse.Namespace) -> list[Job]:
     """All jobs, the most important first."""
     folder = args.models / f"flash-tp{args.shard_tp}-{LAYERS}-{args.experts}"
-    make: tuple[str, ...] = (
-        "specialized_decode.cli.main",
-        "make-checkpoint",
-        str(folder),
-        "--preset",
-        "flash",
-        "--layers",
-        str(LAYERS),
-    )
-    make += ("--experts", str(args.experts), "--shard-tp", str(args.shard_tp), "--replace")
+    drafts = args.models / f"flash-drafts-{LAYERS}-{args.experts}"
+
+    def make(folder: Path, shard_tp: int, *more: str) -> tuple[str, ...]:
+        preset = ("--preset", "flash", "--layers", str(LAYERS), "--experts", str(args.experts))
+        widths = ("--shard-tp", str(shard_tp), "--replace")
+        return ("specialized_decode.cli.main", "make-checkpoint", str(folder), *preset, *widths, *more)
+
     path = os.pathsep.join(filter(None, [str(ROOT), str(args.work / "plugin"), os.environ.get("PYTHONPATH", "")]))
     both = f"specialized_decode,{NAME}"
 
@@ -63,8 +60,17 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         command = ("tests.gpu.http_phases", name, *paths, *given)
         return Job(name, command, 60 * minutes + 180, ("checkpoint",), files, environment | served)
 
+    def one_gpu(module: str, name: str, folder: Path, needs: str, stored: str) -> Job:
+        """In one process, on one GPU, as vllm_one_gpu.py's engines."""
+        stock = name.endswith("-stock")
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        given = ("--executor-option", args.executor_option, "--expect", args.expect)
+        files = () if stock else (args.store / stored,)
+        environment = {"VLLM_PLUGINS": ""} if stock else {}
+        return Job(name, (f"tests.gpu.{module}", name, *paths, *given), 150, (needs,), files, environment)
+
     return [
-        Job("checkpoint", make, 120, phased=False),
+        Job("checkpoint", make(folder, args.shard_tp), 120, phased=False),
         engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
         engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
         engine("lacking", {}, 90, served | {LACKING: "1"}),
@@ -72,6 +78,11 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         engine("stopped", {"decode_kernels": True}, 120, served),
         server("http-stock", min(1, args.minutes)),
         server("http-executor", args.minutes, (args.store / "http.json",)),
+        Job("checkpoint-drafts", make(drafts, SHARD_TP, "--drafts", "3"), 120, phased=False),
+        one_gpu("drafts_phases", "drafts-stock", drafts, "checkpoint-drafts", "drafts.pt"),
+        one_gpu("drafts_phases", "drafts-executor", drafts, "checkpoint-drafts", "drafts.pt"),
+        one_gpu("vision_phases", "vision-stock", folder, "checkpoint", "vision.pt"),
+        one_gpu("vision_phases", "vision-executor", folder, "checkpoint", "vision.pt"),
     ]
 
 
