@@ -86,6 +86,23 @@ def register_text_model() -> None:
     ModelRegistry.register_model("DeepseekV41ForCausalLM", DeepseekV41LLMForCausalLM)
 
 
+def engine_settings(graph_sizes: Sequence[int]) -> dict[str, Any]:
+    """LLM's options that every engine here has. graph_sizes: tokens of a step, each with a graph of its own."""
+    return {
+        "kv_cache_dtype": "fp8",
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {},
+        "disable_log_stats": False,
+        "enable_trace_replay": True,
+        "compilation_config": {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(graph_sizes),
+            "mode": 0,
+        },
+        "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
+    }
+
+
 @dataclass
 class Engine:
     """A built engine. seconds: what its construction took; before: bytes of GPU memory allocated until then."""
@@ -99,21 +116,8 @@ class Engine:
         """Starts vLLM, on one GPU by default; `options` are LLM's, over the ones that every engine here has."""
         from vllm import LLM
 
-        settings: dict[str, Any] = {
-            "kv_cache_dtype": "fp8",
-            "enable_prefix_caching": False,
-            "limit_mm_per_prompt": {},
-            "disable_log_stats": False,
-            "enable_trace_replay": True,
-            "compilation_config": {
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": list(graph_sizes),
-                "mode": 0,
-            },
-            "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
-        }
         start, before = time.monotonic(), torch.cuda.memory_allocated()
-        llm = LLM(model=str(folder), **settings | options)
+        llm = LLM(model=str(folder), **engine_settings(graph_sizes) | options)
         return cls(llm, time.monotonic() - start, before)
 
     @property
