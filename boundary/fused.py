@@ -124,12 +124,11 @@ class FusedBoundary:
             PUBLISHED=published,
             # Many rows have no use for it: their programs outnumber the multiprocessors.
             SETTLED=settled and rows <= tuning.EARLY_ROWS,
-            TRIGGER=tuning.trigger(rows),
             MANY=rows > tuning.EARLY_ROWS,
             FULL=collapse is not None,
             QUANTIZE=quantize,
             num_warps=tuning.boundary_warps(hidden, rows),
-            maxnreg=tuning.boundary_registers(rows, plain),
+            maxnreg=tuning.boundary_registers(hidden, rows, plain),
             launch_pdl=True,
             # So that every variant rounds alike, whatever the compiler could have fused in it.
             enable_fp_fusion=False,

@@ -28,15 +28,10 @@ def parts(hidden: int) -> Parts:
     return Parts(main, 1 << (hidden - main - 1).bit_length())
 
 
-# Up to so many rows the launch after a boundary may start beside it. A boundary of more rows has more programs than fit
-# at once, and what started early would crowd on the few multiprocessors that are free: at 384 rows on an H200 the
-# coefficients after it took 36 us instead of 16 (2026-11-30).
+# Up to so many rows the launch after a boundary may start beside it. Beside more rows it would crowd on the few
+# multiprocessors that are free: at 384 rows on an H200 boundary and coefficients take 24.0 us so, 21.9 else
+# (2026-11-30).
 EARLY_ROWS = 128
-
-
-def trigger(rows: int) -> int:
-    """When a boundary lets the next launch start: 1 at its own start, 2 ahead of its norm, 0 at its end."""
-    return 1 if rows <= EARLY_ROWS else 0
 
 
 def boundary_warps(hidden: int, rows: int) -> int:
@@ -45,11 +40,11 @@ def boundary_warps(hidden: int, rows: int) -> int:
     return max(1, min(16 if rows <= EARLY_ROWS else 8, parts(hidden).main // 256))
 
 
-def boundary_registers(rows: int, plain: bool) -> int | None:
+def boundary_registers(hidden: int, rows: int, plain: bool) -> int | None:
     """Registers of a boundary's thread at most; None leaves it to the compiler. plain: all of it and no more, for one
-    rank, of a tensor: the others would spill. With 80 three programs fit a multiprocessor, and 384 rows run at once:
-    boundary and coefficients take 21.9 us of an H200, 22.6 without (2026-11-30)."""
-    return 80 if rows > EARLY_ROWS and plain else None
+    rank, of a tensor: the others would spill, as would wider rows. With 80 three programs fit a multiprocessor, and 384
+    rows run at once: boundary and coefficients take 21.9 us of an H200, 22.6 without (2026-11-30)."""
+    return 80 if rows > EARLY_ROWS and plain and sum(parts(hidden)) <= 5120 else None
 
 
 # Buffers of a projection's step, of 64 rows at many rows.

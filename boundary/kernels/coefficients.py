@@ -178,7 +178,8 @@ def sinkhorn(matrix, eps, ITERATIONS: tl.constexpr):
     What is scaled are a factor a row and one a column, by every thread for itself: a step of the matrix itself is two
     exchanges between threads, and there are 39 of them in a row."""
     m00, m01, m02, m03, m10, m11, m12, m13, m20, m21, m22, m23, m30, m31, m32, m33 = _elements(matrix)
-    r0, r1, r2, r3 = eps * 0 + 1, eps * 0 + 1, eps * 0 + 1, eps * 0 + 1
+    one = tl.full((), 1.0, tl.float32)
+    r0, r1, r2, r3 = one, one, one, one
     c0 = reciprocal(((m00 + m10) + (m20 + m30)) + eps)
     c1 = reciprocal(((m01 + m11) + (m21 + m31)) + eps)
     c2 = reciprocal(((m02 + m12) + (m22 + m32)) + eps)

@@ -260,14 +260,14 @@ def boundary_kernel(
     TOPK: tl.constexpr,
     PUBLISHED: tl.constexpr,
     SETTLED: tl.constexpr,
-    TRIGGER: tl.constexpr,
     MANY: tl.constexpr,
     FULL: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
     """See BoundaryAllReduce.full; four streams. index: this boundary's number in its step; generations: [1] int64,
     the boundaries before the step. PUBLISHED: the contribution is in every rank's mailbox already. SETTLED: the
-    residual was written by launches before the preceding one. EARLY: the next launch may start beside this one."""
+    residual was written by launches before the preceding one. MANY: more rows than start at once where a program holds
+    all that it can ahead; the next launch then starts after this one, and not beside it."""
     row = tl.program_id(0).to(tl.int64)
     first, second = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
     whole, inside = first < H, second < H
@@ -278,10 +278,9 @@ def boundary_kernel(
         second_scale = tl.load(norm + second, inside, other=0.0)
     if SETTLED:
         a0, a1, a2, a3 = _streams(residual, row, first, whole, H)
-        if not MANY:
-            b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
+        b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     tl.extra.cuda.gdc_wait()
-    if TRIGGER == 1:
+    if not MANY:
         tl.extra.cuda.gdc_launch_dependents()
     generation = tl.zeros((), tl.int64)
     if RANKS > 1:
@@ -323,11 +322,9 @@ def boundary_kernel(
     out = streams_out + row * 4 * H
     a = _update(a, a0, a1, a2, a3, m0, m1, m2, m3, out + first, whole, H, FULL)
     if MANY:
-        # Of many rows more programs fit on a multiprocessor with the registers that this saves, and hide the wait.
+        # With the registers that this saves more programs fit on a multiprocessor, and hide the wait.
         b0, b1, b2, b3 = _streams(residual, row, second, inside, H)
     b = _update(b, b0, b1, b2, b3, m0, m1, m2, m3, out + second, inside, H, FULL)
-    if TRIGGER == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     if FULL:
         inverse = tl.rsqrt(row_sum(a * a, b * b) / H + eps)
         if MANY:

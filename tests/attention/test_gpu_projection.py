@@ -8,7 +8,7 @@ from specialized_decode.attention import tuning
 from specialized_decode.attention.fused import MAX_ROWS, project_fp8
 from specialized_decode.attention.prepared import prepare_fp8
 from specialized_decode.boundary import reference
-from tests.attention.test_projection_compile import SHAPES
+from tests.attention.shapes import SHAPES
 
 DEVICE = torch.device("cuda")
 

@@ -13,14 +13,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from specialized_decode.attention import tuning
 from specialized_decode.attention.fused import constants
 from specialized_decode.attention.kernels.projection import projection_kernel
+from tests.attention.shapes import SHAPES
 
 ARCHITECTURES = (90, 100, 103)
-RANKS = (1, 2, 4, 8)
-# [outputs, columns], groups: fused_wqa_wkv, wq_b, wo_a and wo_b of one rank.
-SHAPES = [(1792, 5120, 1)]
-SHAPES += [(64 * 512 // ranks, 1280, 1) for ranks in RANKS]
-SHAPES += [(8 * 1024 // ranks, 4096, 8 // ranks) for ranks in RANKS]
-SHAPES += [(5120, 8192 // ranks, 1) for ranks in RANKS]
 SIGNATURE = {"x": "*i32", "weights": "*i32", "scales": "*u8", "y": "*bf16", "rows": "i32"}
 
 

@@ -67,15 +67,18 @@ def boundary(
     early: bool = True,
     full: bool = True,
     quantize: bool = False,
+    hidden: int = HIDDEN,
 ) -> Variant:
     constants = {
-        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "TRIGGER": int(early),
-        "MANY": not early, "FULL": full, "QUANTIZE": quantize,
+        "RANKS": ranks, "TOPK": topk, "PUBLISHED": published, "SETTLED": settled, "MANY": not early,
+        "FULL": full, "QUANTIZE": quantize,
     }  # fmt: skip
     warps = WARPS if early else WARPS_OF_MANY
     plain = ranks == 1 and not topk and full and not quantize
-    registers = tuning.boundary_registers(1 if early else MAX_ROWS, plain)
-    return Variant(fused.boundary_kernel, BOUNDARY, {**WIDTHS, "ROWS": MAX_ROWS, **constants}, warps, registers)
+    registers = tuning.boundary_registers(hidden, 1 if early else MAX_ROWS, plain)
+    main, rest = tuning.parts(hidden)
+    widths = {"H": hidden, "MAIN": main, "REST": rest, "ROWS": MAX_ROWS}
+    return Variant(fused.boundary_kernel, BOUNDARY, widths | constants, warps, registers)
 
 
 def mixes(k: int, rows: int) -> dict[str, Variant]:
@@ -112,6 +115,7 @@ def variants() -> dict[str, Variant]:
         "boundary": boundary(1),
         "boundary, settled": boundary(1, settled=True),
         "boundary, many rows": boundary(1, early=False),
+        "boundary, many wider rows": boundary(1, early=False, hidden=7168),
         "boundary, many rows, unfinalized": boundary(1, 6, early=False),
         "boundary, many rows, quantized": boundary(1, early=False, quantize=True),
         "boundary, many rows, residual only": boundary(1, early=False, full=False),
@@ -196,7 +200,7 @@ def test_every_value_occurs() -> None:
     used = [variant.constants for variant in VARIANTS.values() if variant.kernel is fused.boundary_kernel]
     assert {constants["RANKS"] for constants in used} == {1, 2, 4, 8}
     assert {constants["TOPK"] for constants in used} == {0, 6}
-    for flag in ("PUBLISHED", "SETTLED", "TRIGGER", "MANY", "FULL", "QUANTIZE"):
+    for flag in ("PUBLISHED", "SETTLED", "MANY", "FULL", "QUANTIZE"):
         assert {constants[flag] for constants in used} == {False, True}
 
 

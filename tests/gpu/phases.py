@@ -196,7 +196,8 @@ def run_times(run: Run, executor: dict[str, Any] | None) -> None:
         "load_format": "dummy",
         "max_model_len": 16384,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 8192,
+        # As the other engines: Humming compiles for every size up to it.
+        "max_num_batched_tokens": scenarios.PREFILL_CHUNK,
         "gpu_memory_utilization": 0.88,
         # Neither serves here, and both cost host time.
         "enable_trace_replay": False,

@@ -28,7 +28,6 @@ SELECTION = """
 
 GEMMS = """
     from unittest import mock
-    import torch
     from humming.kernel.humming import HummingKernel
     from tests.gpu.repeatable import make_gemms_repeatable
 
@@ -38,8 +37,7 @@ GEMMS = """
         ({"shape_n": 1280}, {}, [(0, 8, dict(stream_k)), (8, 16, {**stream_k, "use_stream_k": False})]),
     ]
     HummingKernel._resolve_configs = lambda *args: answers.pop(0)
-    kernels = []
-    HummingKernel.__new__ = lambda cls, **config: kernels.append(config) or mock.Mock(kernel_id=7)
+    HummingKernel.__new__ = lambda cls, **config: mock.Mock(kernel_id=7)
     HummingKernel.compile_many = lambda specs, device: [mock.Mock(kernel_id=8 + i) for i in range(len(specs))]
     properties = mock.Mock(multi_processor_count=132)
     # Before the process has chosen its GPU: nothing of CUDA may be asked.

@@ -170,6 +170,21 @@ def test_table_of_boundaries() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "of"), [({}, "The same commit"), ({"timeline_commit": "fedcba9876543210"}, "Commit fedcba987654")]
+)
+def test_timeline(more: dict[str, str], of: str) -> None:
+    """Of the run's commit, or of its own."""
+    kernels = [{"kernel": "void mix<4>(float*)", "stream": 7, "start_us": 0.0, "end_us": 3.14159}]
+    assert tables.table({**BOUNDARY, "runs": [{**BOUNDARY_RUN, "timeline": kernels, **more}]}).endswith(
+        "| kernel, 1 rows | start, us | end, us |\n"
+        "| --- | --- | --- |\n"
+        "| `mix` | 0.00 | 3.14 |\n"
+        "\n"
+        f"{of}: kernels of *sublayer, coefficients side* by a profiler, which slows them a little.\n"
+    )
+
+
 def test_table_that_waits_for_its_result(root: Path) -> None:
     page = "<!-- table: later, once measured -->\n<!-- end -->\n"
     (root / "README.md").write_text(page + PAGE)
