@@ -366,6 +366,38 @@ def test_coefficients_of_row_counts_in_turn(coefficients: Callable[[int], FusedC
             assert same_bits(ours, theirs[:rows])
 
 
+@pytest.mark.parametrize("rows", [4, 49, 384])
+def test_coefficients_finished_beside(coefficients: Callable[[int], FusedCoefficients], rows: int) -> None:
+    """In one graph, a stand-in for a sublayer between the reading of the streams and the join: the same bits."""
+    ops, mixers = coefficients(5120), [gpu_mixer(random_mixer(seed, 5120)) for seed in range(4)]
+    residuals, beside = [draw(seed, rows, 4, 5120).bfloat16() for seed in range(4)], CudaSideStream(DEVICE)
+    for mixer in mixers:
+        ops.prepare(mixer)
+    expected = [ops(residual, mixer) for residual, mixer in zip(residuals, mixers, strict=True)]
+    weight = torch.randn(5120, 5120, device=DEVICE).bfloat16()
+
+    def chain() -> list[Mixes]:
+        found = []
+        for residual, mixer in zip(residuals, mixers, strict=True):
+            found.append(ops(residual, mixer, beside))
+            torch.mm(residual[:, 0], weight)
+            beside.join()
+        return found
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        for tensor in (tensor for mixes in found for tensor in mixes):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("rows", [1, 7, 9, 65])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_special_values_in_coefficients(
