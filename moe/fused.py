@@ -93,10 +93,13 @@ class FusedMoE:
         partial = x.new_empty(cut.splits, rows, self.count, dtype=torch.float32)
         plain, quads = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for _ in range(2))
         factors = x.new_empty(rows, dtype=torch.float32)
-        front_kernel[(self.count // tuning.TILE * cut.splits + rows,)](
-            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, rows,
-            K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=tuning.WARPS,
-            BLOCKS=cut.blocks, num_warps=tuning.WARPS, launch_pdl=True,
+        warps = tuning.FRONT_WARPS
+        ahead = tuning.ahead(self.hidden, self.width, rows)
+        bringing = sum(-(-pieces // (32 * warps)) for pieces in ahead)
+        front_kernel[(self.count // tuning.TILE * cut.splits + rows + bringing,)](
+            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, self.shared_up, self.shared_down, rows,
+            K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=warps,
+            BLOCKS=cut.blocks, FIRST=ahead.up, SECOND=ahead.down, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         ids = torch.empty(rows, topk, dtype=torch.int32, device=x.device)
         weights = x.new_empty(rows, topk, dtype=torch.float32)
@@ -119,13 +122,16 @@ class FusedMoE:
             torch.empty(rows * topk, held, dtype=torch.float16, device=device),
             torch.empty(rows, self.width, dtype=torch.float16, device=device),
         )
+        cut = tuning.up(self.hidden, rows)
+        assert cut is not None
         programs = self.width // 8 + rows * topk * (self.width // tuning.TILE)
         up_kernel[(programs,)](
             routing.record, routing.quads.view(torch.int32), routing.plain.view(torch.int32), routing.factors,
             *_packed(self.w13), self.shared_up, self.shared_up_scale, hidden.routed, hidden.shared, rows,
             self.ffn.limit, TOPK=topk, K=self.hidden, I=self.width, I_HELD=held, N_HELD=self.shapes[0].rows,
-            FIRST_UP=held, SCALE=self.scale, WARPS=tuning.WARPS, CHUNK=tuning.up_chunk(self.hidden),
-            num_warps=tuning.WARPS, launch_pdl=True,
+            FIRST_UP=held, SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles, SHARED_CHUNK=cut.blocks,
+            MULTIPLY=tuning.MULTIPLY, KEEP=tuning.KEEP, num_warps=cut.warps, maxnreg=tuning.REGISTERS,
+            launch_pdl=True,
         )  # fmt: skip
         return hidden
 
@@ -134,14 +140,16 @@ class FusedMoE:
         rows, topk = routing.ids.shape
         out = torch.empty(rows, topk, self.hidden, dtype=torch.bfloat16, device=routing.plain.device)
         shared = out.new_empty(rows, self.hidden)
-        cut = tuning.down(self.width)
-        programs = (1 + rows * topk) * (self.hidden // tuning.TILE // tuning.WARPS)
+        cut = tuning.down(self.hidden, self.width, rows)
+        programs = self.hidden // tuning.TILE // cut.warps
+        programs += rows * topk * (programs // cut.repeat)
         down_kernel[(programs,)](
             routing.record, hidden.routed.view(torch.int32), hidden.shared.view(torch.int32), *_packed(self.w2),
             self.shared_down, self.shared_down_scale, out, shared, rows,
             H=self.hidden, I=self.width, I_HELD=shard_width(self.width), N_HELD=self.shapes[1].rows,
-            K_HELD=self.shapes[1].columns, SCALE=self.scale, WARPS=tuning.WARPS, CHUNK=cut.tiles,
-            SHARED_CHUNK=cut.blocks, num_warps=tuning.WARPS, launch_pdl=True,
+            K_HELD=self.shapes[1].columns, SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles,
+            SHARED_CHUNK=cut.blocks, REPEAT=cut.repeat, MULTIPLY=tuning.MULTIPLY, KEEP=tuning.KEEP,
+            num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
         return UnfinalizedRows(out, routing.weights, shared)
 

@@ -7,7 +7,7 @@ bfloat16 numbers are exact and are summed in float32.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, wait
+from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, quad_column, wait
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -19,6 +19,8 @@ def front_kernel(
     plain,
     quads,
     factors,
+    first,
+    second,
     rows,
     K: gl.constexpr,
     PADDED: gl.constexpr,
@@ -26,15 +28,29 @@ def front_kernel(
     SPLITS: gl.constexpr,
     WARPS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
 ):
-    """Grid (EXPERTS / 16 SPLITS + rows), one row of the input a program at the end. x: [rows, K] bfloat16, x_pairs the
+    """Grid (EXPERTS / 16 SPLITS + rows + programs), one row of the input a program, and at the end those that bring the
+    shared expert's weights `first` and `second`, of which FIRST and SECOND pieces of 1 KB, into the second-level cache:
+    memory has nothing else to do until experts are chosen. 32 WARPS pieces a program. x: [rows, K] bfloat16, x_pairs the
     same as int32; gate: [EXPERTS, K] bfloat16 as int32 pairs; partial: [SPLITS, rows, EXPERTS] float32; plain, quads
     and factors: see `_as_float16`. WARPS BLOCKS SPLITS blocks of 32 columns are K."""
     program = gl.program_id(0)
     if program < EXPERTS // 16 * SPLITS:
         _logits(x_pairs, gate, partial, rows, program, K, EXPERTS, SPLITS, WARPS, BLOCKS)
     else:
-        _as_float16(x, plain, quads, factors, program - EXPERTS // 16 * SPLITS, K, PADDED, WARPS)
+        program -= EXPERTS // 16 * SPLITS
+        if program < rows:
+            _as_float16(x, plain, quads, factors, program, K, PADDED, WARPS)
+        else:
+            program -= rows
+            PIECES: gl.constexpr = 32 * WARPS
+            FIRST_PROGRAMS: gl.constexpr = (FIRST + PIECES - 1) // PIECES
+            if program < FIRST_PROGRAMS:
+                _bring(first, program, FIRST, WARPS)
+            elif SECOND > 0:
+                _bring(second, program - FIRST_PROGRAMS, SECOND, WARPS)
 
 
 @gluon.jit
@@ -81,8 +97,7 @@ def _logits(
 @gluon.jit
 def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr):
     """A row of x as float16, times a power of two that brings its largest number to 2**14 or just above; `factors`
-    has that power's inverse. plain: [rows, K]; quads: the same, in each 64 columns the four of a lane of a packed tile
-    in each 16 behind one another."""
+    has that power's inverse. plain: [rows, K]; quads: the same, in the order of `quad_column`."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     column = gl.arange(0, PADDED, layout)
     inside = column < K
@@ -93,7 +108,16 @@ def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.const
     exponent = gl.minimum(268 - largest, 253)
     halves = (numbers * (exponent << 23).to(gl.float32, bitcast=True)).to(gl.float16)
     gl.store(plain + row * K + column, halves, inside)
-    within = column % 64
-    at = column // 64 * 64 + within % 16 // 4 * 16 + within // 16 * 4 + within % 4
-    gl.store(quads + row * K + at, halves, inside)
+    gl.store(quads + row * K + quad_column(column), halves, inside)
     gl.store(factors + row, ((254 - exponent) << 23).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _bring(weight, program, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """A piece of 1 KB a lane, the last one for lanes that have none."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    piece = gl.minimum(program * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout), COUNT - 1)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
+        "=r,l", [weight + piece * 256], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -78,9 +78,9 @@ def test_values(hidden: int, width: int, rows: int) -> None:
 
 def test_launches(kernels: dict[str, Emulated]) -> None:
     check(held_moe(0, EXPERTS, 256, 96), *inputs(0, 2, 256))
-    # 2 tiles of experts and 2 rows; 12 routed and 6 shared tiles of rows; 4 of outputs, of 12 pairs and the shared one.
+    # 2 tiles of experts, 2 rows and 2 programs that bring the shared expert's weights; 12 routed and 6 shared tiles of rows; 4 of outputs, of 12 pairs and the shared one.
     assert {name: kernel.launches for name, kernel in kernels.items()} == {
-        "front_kernel": [2 + 2],
+        "front_kernel": [2 + 2 + 2],
         "route_kernel": [2],
         "up_kernel": [12 + 12 * 6],
         "down_kernel": [4 + 12 * 4],
@@ -222,20 +222,21 @@ def test_record(rows: int) -> None:
 # --- the instructions that the kernels use ------------------------------------------------------------------------
 
 
-def test_every_code_at_every_scale() -> None:
+@pytest.mark.parametrize("multiply", [False, True])
+def test_every_code_at_every_scale(multiply: bool) -> None:
     """A word's codes as float16: e2m1(code) 2**(scale - 13), signs where the layout keeps them."""
     word = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
     for scale in range(1, 13):
         low = Value(torch.full((4096,), scale * fragments.STEP_LOW + fragments.TABLE_LOW))
         high = Value(torch.full((4096,), scale * fragments.STEP_HIGH + fragments.TABLE_HIGH))
-        pairs = fragments.widen_fp4(Value(word), low, high)
+        pairs = fragments.widen_fp4(Value(word), low, high, multiply)
         for half in range(2):
             for column in range(4):
                 magnitude = values[(word >> 16 * half + 4 * column & 7)]
                 sign = word >> 8 * column + 4 * half + 3 & 1
                 expected = torch.where(sign == 1, -magnitude, magnitude) * 2.0 ** (scale - fragments.SCALE_BIAS)
-                found = pairs[2 * half + column // 2].data >> 16 * (column % 2) & 0xFFFF
+                found = pairs[2 * half + column % 2].data >> 16 * (column // 2) & 0xFFFF
                 assert torch.equal(found.to(torch.int16).view(torch.float16).double(), expected)
 
 
