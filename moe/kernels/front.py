@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, quad_column, wait
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "first_pieces", "second_pieces"])
 def front_kernel(
     x,
     x_pairs,
@@ -22,17 +22,17 @@ def front_kernel(
     first,
     second,
     rows,
+    first_pieces,
+    second_pieces,
     K: gl.constexpr,
     PADDED: gl.constexpr,
     EXPERTS: gl.constexpr,
     SPLITS: gl.constexpr,
     WARPS: gl.constexpr,
     BLOCKS: gl.constexpr,
-    FIRST: gl.constexpr,
-    SECOND: gl.constexpr,
 ):
     """Grid (EXPERTS / 16 SPLITS + rows + programs), one row of the input a program, and at the end those that bring the
-    shared expert's weights `first` and `second`, of which FIRST and SECOND pieces of 1 KB, into the second-level cache:
+    shared expert's weights `first` and `second`, so many pieces of 1 KB, into the second-level cache:
     memory has nothing else to do until experts are chosen. 32 WARPS pieces a program. x: [rows, K] bfloat16, x_pairs the
     same as int32; gate: [EXPERTS, K] bfloat16 as int32 pairs; partial: [SPLITS, rows, EXPERTS] float32; plain, quads
     and factors: see `_as_float16`. WARPS BLOCKS SPLITS blocks of 32 columns are K."""
@@ -45,12 +45,11 @@ def front_kernel(
             _as_float16(x, plain, quads, factors, program, K, PADDED, WARPS)
         else:
             program -= rows
-            PIECES: gl.constexpr = 32 * WARPS
-            FIRST_PROGRAMS: gl.constexpr = (FIRST + PIECES - 1) // PIECES
-            if program < FIRST_PROGRAMS:
-                _bring(first, program, FIRST, WARPS)
-            elif SECOND > 0:
-                _bring(second, program - FIRST_PROGRAMS, SECOND, WARPS)
+            first_programs = (first_pieces + 32 * WARPS - 1) // (32 * WARPS)
+            if program < first_programs:
+                _bring(first, program, first_pieces, WARPS)
+            else:
+                _bring(second, program - first_programs, second_pieces, WARPS)
 
 
 @gluon.jit
@@ -113,10 +112,10 @@ def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.const
 
 
 @gluon.jit
-def _bring(weight, program, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """A piece of 1 KB a lane, the last one for lanes that have none."""
+def _bring(weight, program, count, WARPS: gl.constexpr):
+    """A piece of 1 KB a lane of `count`, the last one for lanes that have none."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    piece = gl.minimum(program * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout), COUNT - 1)
+    piece = gl.minimum(program * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout), count - 1)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
         "=r,l", [weight + piece * 256], dtype=gl.int32, is_pure=False, pack=1,

@@ -28,6 +28,7 @@ WARPS_HELD = 16
 FRONT = {
     "x": "*bf16", "x_pairs": "*i32", "gate": "*i32", "partial": "*fp32", "plain": "*fp16", "quads": "*fp16",
     "factors": "*fp32", "first": "*i32", "second": "*i32", "rows": "i32",
+    "first_pieces": "i32", "second_pieces": "i32",
 }  # fmt: skip
 ROUTE = {
     "partial": "*fp32", "bias": "*fp32", "image_bias": "*fp32", "input_ids": "*i64", "ids": "*i32",
@@ -60,7 +61,7 @@ def variants() -> dict[str, Variant]:
     """Every kernel that a launch can take at the release's sizes, each once, under the first launch that takes it."""
     found: dict[str, Variant] = {}
     for rows in range(1, tuning.MAX_ROWS + 1):
-        launches = {f"front, width {width}": _front(width, rows) for width in WIDTHS}
+        launches = {"front": _front()}
         launches |= {f"route, image {image}": _route(rows, image) for image in (0, 129264)}
         launches |= {f"up, width {width}": _up(width, rows) for width in WIDTHS}
         launches |= {f"down, width {width}": _down(width, rows) for width in WIDTHS}
@@ -70,12 +71,12 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def _front(width: int, rows: int) -> Variant:
-    cut, ahead = tuning.front(HIDDEN), tuning.ahead(HIDDEN, width, rows)
+def _front() -> Variant:
+    cut = tuning.front(HIDDEN)
     assert cut is not None
     constants = {
         "EXPERTS": EXPERTS, "SPLITS": cut.splits, "K": HIDDEN, "PADDED": 8192, "WARPS": tuning.FRONT_WARPS,
-        "BLOCKS": cut.blocks, "FIRST": ahead.up, "SECOND": ahead.down,
+        "BLOCKS": cut.blocks,
     }  # fmt: skip
     return Variant(front_kernel, FRONT, constants, tuning.FRONT_WARPS, 4)
 
@@ -112,9 +113,17 @@ def _down(width: int, rows: int) -> Variant:
 
 
 VARIANTS = variants()
+COMPILED: dict[tuple[str, int], Any] = {}
 
 
-def compiled(variant: Variant, architecture: int) -> Any:
+def compiled(name: str, architecture: int) -> Any:
+    """Once for all tests."""
+    if (name, architecture) not in COMPILED:
+        COMPILED[name, architecture] = compile_variant(VARIANTS[name], architecture)
+    return COMPILED[name, architecture]
+
+
+def compile_variant(variant: Variant, architecture: int) -> Any:
     names = list(variant.kernel.arg_names)
     assert {*variant.signature, *variant.constants} == set(names)
     kinds = variant.signature.items()
@@ -153,7 +162,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     variant = VARIANTS[name]
-    kernel = compiled(variant, architecture)
+    kernel = compiled(name, architecture)
     found = resources(kernel, tmp_path)
     table = f"{name}, compute capability {architecture}: {found}"
     assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
@@ -169,7 +178,7 @@ def test_no_weight_goes_through_shared_memory(name: str, architecture: int) -> N
     """The second GEMM uses none; the first one's lies behind its last multiplication. Weights are read 16 bytes a lane
     and, those that need not wait for routing, ahead of the grid dependency."""
     variant = VARIANTS[name]
-    kernel = compiled(variant, architecture)
+    kernel = compiled(name, architecture)
     ptx = kernel.asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in ptx and "ld.local" not in ptx
     assert re.search(r"ld\.global\S*\.v4", ptx)
@@ -184,6 +193,6 @@ def test_no_weight_goes_through_shared_memory(name: str, architecture: int) -> N
 
 def test_every_step_waits_and_lets_go() -> None:
     for start in ("front", "route", "up", "down"):
-        ptx = compiled(next(one for name, one in VARIANTS.items() if name.startswith(start)), 90).asm["ptx"]
+        ptx = compiled(next(name for name in VARIANTS if name.startswith(start)), 90).asm["ptx"]
         assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
         assert ("cp.async.bulk.prefetch.L2" in ptx) == (start == "front")
