@@ -42,7 +42,7 @@ def unfit(ffn: MoEView) -> str | None:
     if gate.dtype != torch.bfloat16 or gate.shape[1] != hidden or gate.shape[0] % tuning.TILE:
         return f"gate: found {gate.dtype} {list(gate.shape)}, expected bfloat16 [a multiple of {tuning.TILE}, {hidden}]"
     if tuning.front(hidden) is None or tuning.up(hidden, 1) is None:
-        return f"hidden size: found {hidden}, expected a multiple of {tuning.COLUMN_TILE * tuning.FRONT_WARPS}"
+        return f"hidden size: found {hidden}, expected a multiple of {tuning.BLOCK * tuning.FRONT_WARPS}"
     if width % tuning.BLOCK:
         return f"width: found {width}, expected a multiple of {tuning.BLOCK}"
     for name, layer, rows in (("up", up, 2 * width), ("down", down, hidden)):
