@@ -8,7 +8,7 @@ from specialized_decode.moe.views import MoEView
 
 # vLLM's name of the backend whose form the kernels read.
 LAYOUT = "HUMMING"
-# A lane has a token, and an expert's row of the record has room for eight.
+# As many as tokens, so that a launch's pairs are at most 64.
 MAX_TOPK = 8
 LARGEST_FLOAT16 = 65504
 

@@ -45,6 +45,10 @@ def largest_divisor(count: int, most: int) -> int:
     return max(part for part in range(1, most + 1) if count % part == 0)
 
 
+# One warp selects a row's experts without barriers.
+ROUTE_WARPS = 1
+
+
 class Ahead(NamedTuple):
     """Pieces of the shared expert's first and second projections that the gate's launch brings into the cache."""
 
@@ -130,8 +134,3 @@ def activation_scale(limit: float) -> float:
     while 2 * scale * limit * limit < 65504:
         scale *= 2
     return scale
-
-
-def route_warps(rows: int, topk: int) -> int:
-    """One warp selects without barriers; the record's matrix of more than 16 pairs wants more registers than it has."""
-    return 1 if rows * topk <= 16 else 4

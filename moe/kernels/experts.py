@@ -1,11 +1,10 @@
 """The experts' GEMMs of a few rows at memory speed: routed ones in Humming's form (see `moe.expert_layout`), the shared
 one in FP8.
 
-A program has one expert's rows, for all tokens that chose the expert: a weight is read once. A lane's 16 loaded bytes
+A program has one expert's rows, for all tokens that chose the expert: a weight is read once. It stands for a pair (token
+topk + slot) and does the work if no earlier pair chose the same expert. All tokens are multiplied; those that did not
+choose the expert are not stored. A lane's 16 loaded bytes
 are its operands of the tensor cores' multiplication; nothing of a weight goes through shared memory. Sums are float32.
-
-record: [pairs, 16] int32, a row for every expert that some token chose, in turn its id, how many chose it, and from 8
-on the pairs (token topk + slot) of those that did; -1 for an id where there is no more.
 """
 
 from triton.experimental import gluon
@@ -13,8 +12,29 @@ from triton.experimental.gluon import language as gl
 
 from specialized_decode.moe.kernels.fragments import SCALE_BIAS, add_fp4, add_fp8, quad_column, wait
 
-RECORD = gl.constexpr(16)
-PAIRS = gl.constexpr(8)
+# Pairs at most: eight tokens, eight experts each.
+PAIRS = gl.constexpr(64)
+
+
+@gluon.jit
+def _leads(ids, pair, WARPS: gl.constexpr):
+    """The expert of a pair, or -1 if an earlier pair chose it. Past the first-level cache, which may hold an earlier
+    step's ids."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
+    other = gl.arange(0, PAIRS, gl.SliceLayout(0, layout))
+    expert = gl.load(ids + pair, cache_modifier=".cg")
+    earlier = gl.load(ids + other, other < pair, other=-1, cache_modifier=".cg")
+    return gl.where(gl.sum((earlier == expert).to(gl.int32), 0) == 0, expert, -1)
+
+
+@gluon.jit
+def _pair_of(ids, token, rows, expert, TOPK: gl.constexpr):
+    """The pairs with which tokens chose an expert; -1 for those that did not, or are not there."""
+    pair = token * 0 - 1
+    for k in gl.static_range(TOPK):
+        own = gl.load(ids + gl.minimum(token, rows - 1) * TOPK + k, cache_modifier=".cg")
+        pair = gl.where((own == expert) & (token < rows), token * TOPK + k, pair)
+    return pair
 
 
 @gluon.jit
@@ -39,7 +59,7 @@ def _flat_indices(layout: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def up_kernel(
-    record,
+    ids,
     quads,
     plain,
     factors,
@@ -65,7 +85,7 @@ def up_kernel(
     MULTIPLY: gl.constexpr,
     KEEP: gl.constexpr,
 ):
-    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. quads, plain: [rows, K] float16 as int32 pairs;
+    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. ids: [rows, TOPK] int32; quads, plain: [rows, K] float16 as int32 pairs;
     factors: [rows] float32; weight: [E, K / 64, 8 N_HELD] int32; scale: [E, K / 32, N_HELD] bytes as uint16 pairs;
     scale_2: [E] float32; shared: [2 I, K] e4m3 as int32; shared_scale: [2 I / 32, K / 32] uint8; hidden: [rows TOPK,
     I_HELD] float16, quads together, and shared_hidden: [rows, I] float16: SCALE times the outputs."""
@@ -78,17 +98,17 @@ def up_kernel(
     else:
         program -= I // 8
         wait()
-        expert = gl.load(record + program // (I // 16) * RECORD)
+        expert = _leads(ids, program // (I // 16), WARPS)
         if expert >= 0:
             _routed_up(
-                record + program // (I // 16) * RECORD, quads, factors, weight, scale, scale_2, hidden, limit, expert,
+                ids, rows, quads, factors, weight, scale, scale_2, hidden, limit, expert,
                 program % (I // 16), TOPK, K, I_HELD, N_HELD, FIRST_UP, SCALE, WARPS, CHUNK, MULTIPLY, KEEP,
             )  # fmt: skip
 
 
 @gluon.jit
 def _routed_up(
-    own, quads, factors, weight, scale, scale_2, hidden, limit, expert, tile, TOPK: gl.constexpr, K: gl.constexpr,
+    ids, rows, quads, factors, weight, scale, scale_2, hidden, limit, expert, tile, TOPK: gl.constexpr, K: gl.constexpr,
     I_HELD: gl.constexpr, N_HELD: gl.constexpr, FIRST_UP: gl.constexpr, SCALE: gl.constexpr, WARPS: gl.constexpr,
     CHUNK: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
@@ -107,9 +127,16 @@ def _routed_up(
     gate_scale = groups + tile // 4 * 32 + flat_lane // 4 * 4 + tile % 4
     up_scale = groups + (tile + UP) // 4 * 32 + flat_lane // 4 * 4 + (tile + UP) % 4
     g, u, s, t = _up_chunk(at, gate_scale, up_scale, 0, COLUMN, N_HELD, UP, CHUNK, KEEP)
-    count = gl.load(own + 1)
-    pair = gl.load(own + PAIRS + gl.minimum(lane // 4, count - 1))
-    inputs = quads + pair // TOPK * (K // 2) + warp * TILES * 32 + lane % 4 * 8 + word
+    inputs = quads + gl.minimum(lane // 4, rows - 1) * (K // 2) + warp * TILES * 32 + lane % 4 * 8 + word
+    # [lane, row of 2, token of 2]
+    out: gl.constexpr = gl.BlockedLayout([1, 1, 1], [32, 1, 1], [1, min(WARPS, 2), max(WARPS // 2, 1)], [2, 1, 0])
+    lane = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, out)))[:, None, None]
+    place = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, out)))[None, :, None]
+    parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
+    token = lane % 4 * 2 + parity
+    # Asked for ahead where there are registers for it: a lane of fewer warps stores more.
+    if WARPS >= 4:
+        pair, factor = _places(ids, factors, scale_2, token, rows, expert, TOPK)
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     for start in range(CHUNK, TILES, CHUNK):
@@ -120,21 +147,22 @@ def _routed_up(
         g, u, s, t = next_g, next_u, next_s, next_t
     sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, MULTIPLY, WARPS, lanes)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    if WARPS < 4:
+        pair, factor = _places(ids, factors, scale_2, token, rows, expert, TOPK)
     gates = gl.join(gl.join(a0, a2), gl.join(a1, a3))
     ups = gl.join(gl.join(b0, b2), gl.join(b1, b3))
-    out: gl.constexpr = gl.BlockedLayout([1, 1, 1], [32, 1, 1], [1, min(WARPS, 2), max(WARPS // 2, 1)], [2, 1, 0])
     gate, up = gl.split(gl.sum(gl.join(gates, ups), 0))
     gate, up = gl.convert_layout(gate, out), gl.convert_layout(up, out)
-    # [lane, row of 2, token of 2]
-    lane = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, out)))[:, None, None]
-    place = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, out)))[None, :, None]
-    parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
-    member = lane % 4 * 2 + parity
-    pair = gl.load(own + PAIRS + gl.minimum(member, count - 1))
-    factor = gl.load(scale_2 + expert) * 2.0**SCALE_BIAS * gl.load(factors + pair // TOPK)
     column = quad_column(tile * 16 + place * 8 + lane // 4)
     result = _swiglu(gate * factor, up * factor, limit) * SCALE
-    gl.store(hidden + pair * I_HELD + column, result.to(gl.float16), member < count)
+    gl.store(hidden + pair * I_HELD + column, result.to(gl.float16), pair >= 0)
+
+
+@gluon.jit
+def _places(ids, factors, scale_2, token, rows, expert, TOPK: gl.constexpr):
+    """The pairs of tokens that chose an expert, and what their sums are multiplied by."""
+    factor = gl.load(scale_2 + expert) * 2.0**SCALE_BIAS
+    return _pair_of(ids, token, rows, expert, TOPK), factor * gl.load(factors + gl.minimum(token, rows - 1))
 
 
 @gluon.jit
@@ -238,7 +266,7 @@ def _swiglu(gate, up, limit):
 
 @gluon.jit(do_not_specialize=["rows"])
 def down_kernel(
-    record,
+    ids,
     hidden,
     shared_hidden,
     weight,
@@ -249,6 +277,7 @@ def down_kernel(
     routed_out,
     shared_out,
     rows,
+    TOPK: gl.constexpr,
     H: gl.constexpr,
     I: gl.constexpr,
     I_HELD: gl.constexpr,
@@ -263,7 +292,7 @@ def down_kernel(
     KEEP: gl.constexpr,
 ):
     """Grid (H / 16 / WARPS (1 + pairs / REPEAT)), the shared expert's programs first; a warp has 16 outputs, and of a
-    routed expert REPEAT times 16, one behind the other. hidden, shared_hidden: as the up kernel leaves them, as int32
+    routed expert REPEAT times 16, one behind the other. ids: [rows, TOPK] int32; hidden, shared_hidden: as the up kernel leaves them, as int32
     pairs; weight: [E, K_HELD / 64, 8 N_HELD] int32; scale: [E, K_HELD / 32, N_HELD] bytes as uint16 pairs; shared: [H,
     I] e4m3 as int32; shared_scale: [H / 32, I / 32] uint8; routed_out: [pairs, H], shared_out: [rows, H] bfloat16."""
     program = gl.program_id(0)
@@ -276,31 +305,29 @@ def down_kernel(
         )  # fmt: skip
     else:
         program -= SHARED
-        # The routing was there before the launch ahead of this one let it start. Past the first-level cache, which may
-        # hold an earlier step's.
-        own = record + program // PROGRAMS * RECORD
-        expert = gl.load(own, cache_modifier=".cg")
+        # The routing was there before the launch ahead of this one let it start.
+        expert = _leads(ids, program // PROGRAMS, WARPS)
         if expert >= 0:
             _routed_down(
-                own, hidden, weight, scale, scale_2, routed_out, expert, program % PROGRAMS * (WARPS * REPEAT), H, I,
-                I_HELD, N_HELD, K_HELD, SCALE, WARPS, CHUNK, REPEAT, MULTIPLY, KEEP,
+                ids, rows, hidden, weight, scale, scale_2, routed_out, expert, program // PROGRAMS,
+                program % PROGRAMS * (WARPS * REPEAT), TOPK, H, I, I_HELD, N_HELD, K_HELD, SCALE, WARPS, CHUNK, REPEAT, MULTIPLY, KEEP,
             )  # fmt: skip
 
 
 @gluon.jit
-def _store_rows(first, second, c0, c1, c2, c3, member, count):
+def _store_rows(first, second, c0, c1, c2, c3, has_first, has_second):
     """A lane's outputs g and g + 8, of two tokens."""
-    gl.store(first, c0.to(gl.bfloat16), member < count)
-    gl.store(second, c1.to(gl.bfloat16), member + 1 < count)
-    gl.store(first + 8, c2.to(gl.bfloat16), member < count)
-    gl.store(second + 8, c3.to(gl.bfloat16), member + 1 < count)
+    gl.store(first, c0.to(gl.bfloat16), has_first)
+    gl.store(second, c1.to(gl.bfloat16), has_second)
+    gl.store(first + 8, c2.to(gl.bfloat16), has_first)
+    gl.store(second + 8, c3.to(gl.bfloat16), has_second)
 
 
 @gluon.jit
 def _routed_down(
-    own, hidden, weight, scale, scale_2, out, expert, first_tile, H: gl.constexpr, I: gl.constexpr,
-    I_HELD: gl.constexpr, N_HELD: gl.constexpr, K_HELD: gl.constexpr, SCALE: gl.constexpr, WARPS: gl.constexpr,
-    CHUNK: gl.constexpr, REPEAT: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr,
+    ids, rows, hidden, weight, scale, scale_2, out, expert, leader, first_tile, TOPK: gl.constexpr, H: gl.constexpr,
+    I: gl.constexpr, I_HELD: gl.constexpr, N_HELD: gl.constexpr, K_HELD: gl.constexpr, SCALE: gl.constexpr,
+    WARPS: gl.constexpr, CHUNK: gl.constexpr, REPEAT: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """16 rows a warp, all columns, in chunks of CHUNK tiles, the next one's weights on their way while one is
     multiplied; then the next rows. The first weights do not wait."""
@@ -312,14 +339,15 @@ def _routed_down(
     scale += base * N_HELD
     at, groups = _down_rows(weight, scale, first_tile, WARPS)
     w, s = _down_chunk(at, groups, 0, COLUMN, N_HELD, CHUNK, KEEP)
-    count = gl.load(own + 1, cache_modifier=".cg")
     warp, lane, word = _indices(vectors, WARPS, 4)
-    pair = gl.load(own + PAIRS + gl.minimum(lane // 4, count - 1), cache_modifier=".cg")
+    pair = _pair_of(ids, lane // 4, rows, expert, TOPK)
+    # Who did not choose the expert reads the leader's; nobody stores what becomes of it.
+    pair = gl.where(pair < 0, leader, pair)
     inputs = hidden + pair * (I_HELD // 2) + warp * 0 + lane % 4 * 8 + word
     warp, lane = _flat_indices(lanes, WARPS)
-    member = lane % 4 * 2
-    first = gl.load(own + PAIRS + gl.minimum(member, count - 1), cache_modifier=".cg")
-    second = gl.load(own + PAIRS + gl.minimum(member + 1, count - 1), cache_modifier=".cg")
+    first = _pair_of(ids, lane % 4 * 2, rows, expert, TOPK)
+    second = _pair_of(ids, lane % 4 * 2 + 1, rows, expert, TOPK)
+    has_first, has_second = first >= 0, second >= 0
     row = (first_tile + warp) * 16 + lane // 4
     first, second = out + first * H + row, out + second * H + row
     factor = gl.load(scale_2 + expert) * (2.0**SCALE_BIAS / SCALE)
@@ -331,14 +359,16 @@ def _routed_down(
         )
         offset = j * (16 * WARPS)
         _store_rows(
-            first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, member, count
+            first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, has_first, has_second
         )
         at, groups = next_at, next_groups
     w, s, c0, c1, c2, c3 = _down_tile(
         w, s, at, groups, at, groups, inputs, I, N_HELD, CHUNK, True, MULTIPLY, KEEP, WARPS, lanes
     )
     offset = (REPEAT - 1) * (16 * WARPS)
-    _store_rows(first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, member, count)
+    _store_rows(
+        first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, has_first, has_second
+    )
 
 
 @gluon.jit
@@ -438,7 +468,7 @@ def _shared_down(
         c0, c1, c2, c3 = add_fp8(first[i], second[i], x, s[i], s[i], c0, c1, c2, c3, WARPS, lanes)
     member = flat_lane % 4 * 2
     at = out + member * H + (first_tile + flat_warp) * 16 + flat_lane // 4
-    _store_rows(at, at + H, c0 / SCALE, c1 / SCALE, c2 / SCALE, c3 / SCALE, member, rows)
+    _store_rows(at, at + H, c0 / SCALE, c1 / SCALE, c2 / SCALE, c3 / SCALE, member < rows, member + 1 < rows)
 
 
 @gluon.jit

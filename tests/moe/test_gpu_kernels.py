@@ -45,7 +45,6 @@ def run(ffn: HeldMoE, x: Tensor, ids: Tensor) -> tuple[Routing, UnfinalizedRows]
     with poisoned():
         routing = moe.route(x, ids)
         out = moe.down(routing, moe.up(routing))
-    assert not moe._arrived.any()
     return routing, out
 
 
@@ -126,11 +125,6 @@ def test_who_chooses_what(experts: list[list[int]]) -> None:
     x = prefer(ffn, 8, experts)
     routing, _ = check(ffn, x, torch.arange(8, device=DEVICE))
     assert [sorted(chosen) for chosen in routing.ids.tolist()] == experts
-    held = [row for row in routing.record.tolist() if row[0] >= 0]
-    assert sorted(row[0] for row in held) == sorted({one for chosen in experts for one in chosen})
-    for expert, count, *rest in held:
-        pairs = [pair for pair, chosen in enumerate(routing.ids.flatten().tolist()) if chosen == expert]
-        assert sorted(rest[6 : 6 + count]) == pairs
 
 
 @pytest.mark.parametrize("width", [576, 288])
@@ -201,8 +195,8 @@ def test_a_step_takes_the_kernels_and_keeps_no_copy(caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         (gemm,) = build_routed_expert_gemms([ffn])
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before <= 1024
-    assert "1 of 1 layers on the low-batch path" in caplog.text and "keep 4 bytes" in caplog.text
+    assert torch.cuda.memory_allocated() == before
+    assert "1 of 1 layers on the low-batch path" in caplog.text and "keep 0 bytes" in caplog.text
     assert isinstance(gemm, RoutedExpertGemms)
     step = MoEStep(ffn, gemm, 49)
     output = step.run(x[:8].contiguous(), ids[:8].contiguous(), Gates(8))

@@ -32,15 +32,15 @@ FRONT = {
 }  # fmt: skip
 ROUTE = {
     "partial": "*fp32", "bias": "*fp32", "image_bias": "*fp32", "input_ids": "*i64", "ids": "*i32",
-    "weights": "*fp32", "record": "*i32", "arrived": "*i32", "rows": "i32", "scaling": "fp32",
+    "weights": "*fp32", "rows": "i32", "scaling": "fp32",
 }  # fmt: skip
 WEIGHTS = {"weight": "*i32", "scale": "*u16", "scale_2": "*fp32", "shared": "*i32", "shared_scale": "*u8"}
 UP = {
-    "record": "*i32", "quads": "*i32", "plain": "*i32", "factors": "*fp32", **WEIGHTS, "hidden": "*fp16",
+    "ids": "*i32", "quads": "*i32", "plain": "*i32", "factors": "*fp32", **WEIGHTS, "hidden": "*fp16",
     "shared_hidden": "*fp16", "rows": "i32", "limit": "fp32",
 }  # fmt: skip
 DOWN = {
-    "record": "*i32", "hidden": "*i32", "shared_hidden": "*i32", **WEIGHTS, "routed_out": "*bf16",
+    "ids": "*i32", "hidden": "*i32", "shared_hidden": "*i32", **WEIGHTS, "routed_out": "*bf16",
     "shared_out": "*bf16", "rows": "i32",
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ def variants() -> dict[str, Variant]:
     found: dict[str, Variant] = {}
     for rows in range(1, tuning.MAX_ROWS + 1):
         launches = {"front": _front()}
-        launches |= {f"route, image {image}": _route(rows, image) for image in (0, 129264)}
+        launches |= {f"route, image {image}": _route(image) for image in (0, 129264)}
         launches |= {f"up, width {width}": _up(width, rows) for width in WIDTHS}
         launches |= {f"down, width {width}": _down(width, rows) for width in WIDTHS}
         for name, variant in launches.items():
@@ -81,14 +81,13 @@ def _front() -> Variant:
     return Variant(front_kernel, FRONT, constants, tuning.FRONT_WARPS, 4)
 
 
-def _route(rows: int, image: int) -> Variant:
-    cut, pairs = tuning.front(HIDDEN), 1 << (rows * TOPK - 1).bit_length()
+def _route(image: int) -> Variant:
+    cut = tuning.front(HIDDEN)
     assert cut is not None
     constants = {
         "EXPERTS": EXPERTS, "SPLITS": cut.splits, "FIRST_IMAGE": image, "PADDED": 512, "TOPK": TOPK, "TOPK_PADDED": 8,
-        "PAIRS": pairs,
     }  # fmt: skip
-    return Variant(route_kernel, ROUTE, constants, tuning.route_warps(rows, TOPK), 1)
+    return Variant(route_kernel, ROUTE, constants, tuning.ROUTE_WARPS, 1)
 
 
 def _up(width: int, rows: int) -> Variant:
@@ -105,7 +104,7 @@ def _up(width: int, rows: int) -> Variant:
 def _down(width: int, rows: int) -> Variant:
     w2, cut = projections(HIDDEN, width)[1], tuning.down(HIDDEN, width, rows)
     constants = {
-        "H": HIDDEN, "I": width, "I_HELD": shard_width(width), "N_HELD": w2.rows, "K_HELD": w2.columns,
+        "TOPK": TOPK, "H": HIDDEN, "I": width, "I_HELD": shard_width(width), "N_HELD": w2.rows, "K_HELD": w2.columns,
         "SCALE": tuning.activation_scale(10.0), "WARPS": cut.warps, "CHUNK": cut.tiles, "SHARED_CHUNK": cut.blocks,
         "REPEAT": cut.repeat, "MULTIPLY": tuning.MULTIPLY, "KEEP": tuning.KEEP,
     }  # fmt: skip
@@ -168,7 +167,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
     # Registers are given to a warp in units of eight a thread.
     assert -(-found["REG"] // 8) * 8 * 32 * variant.warps * variant.programs <= REGISTERS, f"registers: {table}"
-    # Sums of the warps alone, and a record's ids.
+    # Sums of the warps alone.
     assert kernel.metadata.shared <= 8192, f"shared memory: {kernel.metadata.shared} of {table}"
 
 
