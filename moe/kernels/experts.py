@@ -140,9 +140,7 @@ def _routed_up(
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     for start in range(CHUNK, TILES, CHUNK):
-        next_g, next_u, next_s, next_t = _up_chunk(
-            at, gate_scale, up_scale, start, COLUMN, N_HELD, UP, CHUNK, KEEP
-        )
+        next_g, next_u, next_s, next_t = _up_chunk(at, gate_scale, up_scale, start, COLUMN, N_HELD, UP, CHUNK, KEEP)
         sums = _add_up_chunk(g, u, s, t, inputs + (start - CHUNK) * 32, sums, CHUNK, MULTIPLY, WARPS, lanes)
         g, u, s, t = next_g, next_u, next_s, next_t
     sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, MULTIPLY, WARPS, lanes)
@@ -425,9 +423,7 @@ def _last_tile(
 
 
 @gluon.jit
-def _down_chunk(
-    at, groups, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr
-):
+def _down_chunk(at, groups, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr):
     """Asks for the weights and scales of CHUNK tiles of columns."""
     w, s = (), ()
     for i in gl.static_range(CHUNK):

@@ -67,4 +67,3 @@ def select(logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl
         left = tl.where(expert == best, -float("inf"), left)
     total = tl.sum(weights, 0)
     return chosen, weights * (scaling / tl.where(total > 0.0, total, 1.0))
-

@@ -308,7 +308,9 @@ class Emulated:
         self.launches: list[int] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
+        ) -> None:
             given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():

@@ -72,7 +72,9 @@ def test_the_gates_columns_are_covered(hidden: int) -> None:
 @pytest.mark.parametrize("hidden", [128, 256, 1280, 5120, 7168])
 def test_the_first_gemms_columns_are_covered(hidden: int, rows: int) -> None:
     cut = tuning.up(hidden, rows)
-    assert cut is not None and hidden % (64 * cut.warps * cut.tiles) == 0 and hidden % (32 * cut.warps * cut.blocks) == 0
+    assert (
+        cut is not None and hidden % (64 * cut.warps * cut.tiles) == 0 and hidden % (32 * cut.warps * cut.blocks) == 0
+    )
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
