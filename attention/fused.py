@@ -1,20 +1,28 @@
-"""Launches of the attention kernels."""
+"""Launches of the low-batch projections. `select` says where they serve; elsewhere this module is not imported."""
 
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.kernels.projection import projection_kernel
-from specialized_decode.attention.prepared import PreparedFp8
+from specialized_decode.attention.prepared import PreparedFp8, prepare_fp8
+from specialized_decode.attention.projections import FusedProjections
+from specialized_decode.attention.views import AttentionView
+from specialized_decode.boundary import LinearView
 
-# Rows of one launch: the multiplication's narrow side.
-MAX_ROWS = 8
+MAX_ROWS = tuning.MAX_ROWS
 
 
-def project_fp8(x: Tensor, weight: PreparedFp8, groups: int = 1, launch: tuning.Projection | None = None) -> Tensor:
+def project_fp8(
+    x: Tensor,
+    weight: PreparedFp8,
+    groups: int = 1,
+    launch: tuning.Projection | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """x: [T, groups * K] bfloat16, T up to 8, through a prepared [N, K] whose outputs are split over the groups ->
-    [T, N] bfloat16, accumulated in float32. launch: another than `tuning.projection` chooses. Raises ValueError for
-    other shapes."""
+    [T, N] bfloat16, accumulated in float32. launch: another than `tuning.projection` chooses; out: where the
+    outputs are stored, None for a new tensor. Raises ValueError for other shapes."""
     rows, columns = x.shape
     n, k = weight.shape
     if not 0 < rows <= MAX_ROWS or columns != groups * k or x.dtype != torch.bfloat16 or not x.is_contiguous():
@@ -23,7 +31,12 @@ def project_fp8(x: Tensor, weight: PreparedFp8, groups: int = 1, launch: tuning.
             f"[1 to {MAX_ROWS}, {groups * k}]"
         )
     launch = launch or tuning.projection(n, k, groups)
-    y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device)
+    y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
+    if y.shape != (rows, n) or y.dtype != torch.bfloat16 or not y.is_contiguous():
+        raise ValueError(
+            f"projection: found outputs of {y.dtype} {list(y.shape)}, strides {y.stride()}, expected contiguous "
+            f"bfloat16 [{rows}, {n}]"
+        )
     projection_kernel[(n // tuning.TILE // launch.program_tiles,)](
         x.view(torch.int32),
         weight.words,
@@ -52,3 +65,42 @@ def constants(n: int, k: int, groups: int, launch: tuning.Projection) -> dict[st
         "AHEAD": launch.ahead,
         "EARLY": launch.early,
     }
+
+
+class FusedLinear:
+    """A dense FP8 layer [N, K] on the kernel; see `projections.FusedProjection`."""
+
+    def __init__(self, linear: LinearView, groups: int = 1, early: bool = True) -> None:
+        """early: whether the launch behind may start before this one has its input, where `tuning` has it so. Raises
+        ValueError for a layer that is not FP8."""
+        if linear.scale is None:
+            raise ValueError(f"weight: found {linear.weight.dtype} without scales, expected FP8")
+        self.groups, self.weight = groups, prepare_fp8(linear.weight, linear.scale)
+        launch = tuning.projection(*self.weight.shape, groups)
+        self.launch = launch if early else launch._replace(early=False)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [1 to 8, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""
+        return project_fp8(x, self.weight, self.groups, self.launch, out)
+
+    @property
+    def nbytes(self) -> int:
+        """What the prepared copy takes."""
+        return self.weight.words.nbytes + self.weight.scales.nbytes
+
+    def warm(self) -> None:
+        """Compiles and loads the kernel. Not in a capture."""
+        words = self.weight.words
+        self(torch.zeros(1, self.groups * self.weight.shape[1], dtype=torch.bfloat16, device=words.device))
+
+
+def fused_projections(attn: AttentionView) -> FusedProjections:
+    """One layer's projections, prepared."""
+    return FusedProjections(
+        FusedLinear(attn.fused_wqa_wkv),
+        # Sparse MLA, next behind it, reads records that the launch ahead of it writes, and does so before its own
+        # wait: it may not start before this launch's wait is over.
+        FusedLinear(attn.wq_b, early=False),
+        FusedLinear(attn.wo_a, attn.o_groups),
+        FusedLinear(attn.wo_b),
+    )

@@ -1,11 +1,32 @@
 """SparseIndexTables: where the positions that attention reads lie in the caches."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from specialized_decode.attention import reference
 from specialized_decode.attention.views import AttentionView, CacheView
+
+
+class TableOps(Protocol):
+    """How a table is worked out."""
+
+    def window(self, meta: CacheView, positions: Tensor, window: int) -> Tensor:
+        """[T, window] slots of the sliding window, -1 where it is empty."""
+
+    def selected(self, meta: CacheView, states: Tensor, window: CacheView) -> Tensor:
+        """Slots [T, n] of the states [at least T, n] selected, -1 for none and on `window`'s padding rows."""
+
+
+class ReferenceTables:
+    """The reference ops."""
+
+    def window(self, meta: CacheView, positions: Tensor, window: int) -> Tensor:
+        return reference.window_slots(meta, positions, window)
+
+    def selected(self, meta: CacheView, states: Tensor, window: CacheView) -> Tensor:
+        rows = window.slot_mapping.shape[0]
+        return reference.position_slots(meta, states[:rows].masked_fill(window.slot_mapping.unsqueeze(1) < 0, -1))
 
 
 class SparseIndexTables:
@@ -15,7 +36,9 @@ class SparseIndexTables:
     of one group. `reset` starts a step; a table built in another step is never served.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ops: TableOps | None = None) -> None:
+        """ops: None for the reference."""
+        self._ops: TableOps = ops or ReferenceTables()
         self._tables: dict[tuple[Any, ...], Tensor] = {}
         self.built = 0
 
@@ -32,16 +55,14 @@ class SparseIndexTables:
         """[T, window] slots of the sliding window, -1 where it is empty."""
         key = ("window", attn.window_size, meta)
         if key not in self._tables:
-            self._put(key, reference.window_slots(meta, positions, attn.window_size))
+            self._put(key, self._ops.window(meta, positions, attn.window_size))
         return self._tables[key]
 
     def selected(self, attn: AttentionView, meta: CacheView, window: CacheView) -> Tensor:
         """[T, topk] slots of the positions that the layer's index source selected, -1 padded."""
         key = ("selected", attn.index_source, meta)
         if key not in self._tables:
-            rows = window.slot_mapping.shape[0]
-            states = attn.selection.topk_indices[:rows]
-            self._put(key, reference.position_slots(meta, states.masked_fill(window.slot_mapping.unsqueeze(1) < 0, -1)))
+            self._put(key, self._ops.selected(meta, attn.selection.topk_indices, window))
         return self._tables[key]
 
     def _put(self, key: tuple[Any, ...], table: Tensor) -> None:

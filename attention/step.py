@@ -3,17 +3,22 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import reference
+from specialized_decode.attention import mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
-from specialized_decode.attention.projections import LowBatchLinear
+from specialized_decode.attention.projections import FusedProjections, LowBatchLinear
 from specialized_decode.attention.views import AttentionView, LayerCaches
 from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
+
+if TYPE_CHECKING:
+    # Its kernels need Triton, which a machine without a GPU need not have.
+    from specialized_decode.attention.fused_mla import FusedSparseMla
 
 
 @dataclass
@@ -50,7 +55,9 @@ class AttentionStep:
     tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
     layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
-    projection, where the next boundary's side stream is joined.
+    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, and projections:
+    those of low-batch steps, None for the reference ops; host: (x, positions) -> the TP-partial output by the host
+    engine's own layer, which takes the steps that are not low-batch, None where ops of ours do.
     """
 
     def __init__(
@@ -64,12 +71,19 @@ class AttentionStep:
         consumer: CandidateOverlap | None,
         aux: AuxStreams,
         before_last: Callable[[], None] = lambda: None,
+        fused: "FusedSparseMla | None" = None,
+        projections: FusedProjections | None = None,
+        host: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.before_last = before_last
+        self.host = host
+        self.before_last, self.fused, self.projections = before_last, fused, projections
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
-        self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv)
-        self.wq_b, self.wo_a, self.wo_b = (LowBatchLinear(w) for w in (attn.wq_b, attn.wo_a, attn.wo_b))
+        kernels = projections or (None, None, None, None)
+        self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv, kernels[0])
+        self.wq_b = LowBatchLinear(attn.wq_b, kernels[1])
+        self.wo_a = LowBatchLinear(attn.wo_a, kernels[2], grouped=host is None)
+        self.wo_b = LowBatchLinear(attn.wo_b, kernels[3])
 
     def run(self, x: Tensor, quant: QuantizedInput | None, positions: Tensor, step: StepGates) -> Tensor:
         """x: [T, hidden] bfloat16, the normed input, quant its MXFP8 form where asked for; positions: [T] int64.
@@ -77,13 +91,17 @@ class AttentionStep:
         Writes this step's cache entries. Returns the TP-partial output [T, hidden], published where a publisher is
         set and the step is low-batch.
         """
+        if self.host is not None and not step.low_batch:
+            return self.host(x, positions)
         attn, caches = self.attn, self.attn.metadata()
+        if self.fused is not None and step.rows <= mla_tuning.MLA_MAX_ROWS:
+            return self._output(self._fused(self.fused, x, positions, caches, step), step)
         cos_sin = attn.cos_sin[positions]
         self._compress(x, positions, caches, step)
         index_weights = self._index_weights(x, step)
         qr, kv = self.fused_wqa_wkv(x, step).split([attn.q_lora_rank, attn.head_dim], 1)
         qr = reference.rms_norm(qr, attn.q_norm, attn.eps)
-        self._index(qr, index_weights, positions, cos_sin, caches, step)
+        self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         q = reference.rope_tail(q, cos_sin.unsqueeze(1))
         assert attn.window_cache is not None
@@ -92,6 +110,30 @@ class AttentionStep:
         self.aux.join()
         out = self.mla(attn, q, positions, caches)
         return self._output(reference.rope_tail(out, cos_sin.unsqueeze(1), inverse=True), step)
+
+    def _fused(
+        self, fused: "FusedSparseMla", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
+    ) -> Tensor:
+        """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it.
+
+        The second reads slots and records before the launch ahead of it is done. So tables are made first, and the
+        window's records lie a launch back; only where this layer makes a selection or compressed records itself, on
+        streams joined just before, it waits.
+        """
+        attn = self.attn
+        window, selected = self.tables.window(attn, caches.window, positions), None
+        settled = attn.indexer is None and attn.compressor is None
+        if caches.compressed is not None and settled:
+            selected = self.tables.selected(attn, caches.compressed, caches.window)
+        self._compress(x, positions, caches, step)
+        index_weights = self._index_weights(x, step)
+        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
+        self._index(qr, index_weights, positions, caches, step)
+        q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
+        self.aux.join()
+        if caches.compressed is not None and selected is None:
+            selected = self.tables.selected(attn, caches.compressed, caches.window)
+        return fused(attn, q, positions, window, selected, settled)
 
     @staticmethod
     def _beside(stream: SideStream, step: StepGates) -> AbstractContextManager[None]:
@@ -126,7 +168,6 @@ class AttentionStep:
         qr: Tensor,
         weights: Tensor | None,
         positions: Tensor,
-        cos_sin: Tensor,
         caches: LayerCaches,
         step: StepGates,
     ) -> None:
@@ -138,7 +179,7 @@ class AttentionStep:
         assert indexer.k_cache is not None
         with self._beside(self.aux.indexer, step):
             heads = indexer.wq_b(qr).unflatten(1, (indexer.num_heads, indexer.head_dim))
-            q, scaled = reference.index_queries(heads, weights, cos_sin)
+            q, scaled = reference.index_queries(heads, weights, attn.cos_sin[positions])
             # This step's keys are written first; here that stream ends.
             self.aux.compressor.join()
             scores = reference.index_scores(indexer.k_cache, caches.index, indexer.ratio, q, scaled, positions)
@@ -166,8 +207,9 @@ class AttentionStep:
 
     def _output(self, out: Tensor, step: StepGates) -> Tensor:
         """Head outputs [T, heads, 512] -> [T, hidden] through the grouped low-rank projection."""
-        low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups)
+        low = self.wo_a.grouped(out.flatten(1), self.attn.o_groups, step)
         self.before_last()
-        if step.low_batch and self.publisher is not None:
-            return self.publisher(low, self.wo_b.prepared)
+        published = self.wo_b.publishes(step)
+        if published is not None and self.publisher is not None:
+            return self.publisher(low, published)
         return self.wo_b(low, step)

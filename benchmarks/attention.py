@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.boundary import interleaved, write
 from benchmarks.results import FOLDER, commit
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import project_fp8
 from specialized_decode.attention.prepared import PreparedFp8, prepare_fp8
 

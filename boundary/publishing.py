@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specialized_decode.boundary import reference
 from specialized_decode.boundary.all_reduce import BoundaryAllReduce
+from specialized_decode.boundary.types import StoringProjection
 
 # The FlashInfer versions that each feature of the Blackwell path was checked against. None has been, so far.
 CHECKED_FLASHINFER: dict[str, tuple[str, ...]] = {"mxfp8_gemm": (), "sparse_mla": ()}
@@ -49,9 +50,13 @@ class PublishingMxfp8Linear:
         blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
         return None if blackwell and not uses_checked_flashinfer("mxfp8_gemm") else cls(all_reduce)
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x: [T, K] bfloat16, weight: a prepared [N, K] -> the published slot [T, N], N the boundary's width."""
+    def __call__(self, x: Tensor, weight: Tensor | StoringProjection) -> Tensor:
+        """x: [T, K] bfloat16, weight: a prepared [N, K], or the kernel that holds it -> the published slot [T, N], N
+        the boundary's width."""
         target = self.all_reduce.publish_target(x.shape[0])
-        target.copy_(reference.project(x, weight))
+        if isinstance(weight, Tensor):
+            target.copy_(reference.project(x, weight))
+        else:
+            weight(x, target)
         self.all_reduce.mark_published(target)
         return target

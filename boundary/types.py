@@ -58,6 +58,12 @@ class LinearView(Protocol):
     def __call__(self, x: Tensor, out_dtype: torch.dtype = ...) -> Tensor: ...
 
 
+class StoringProjection(Protocol):
+    """A projection [T, K] bfloat16 -> [T, N] that stores its outputs where it is told to."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> object: ...
+
+
 class MixerView(Protocol):
     """One sublayer's mHC projection: fn [(2 + n) n, n hidden], base [(2 + n) n], scale [3], all float32."""
 

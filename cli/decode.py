@@ -19,7 +19,7 @@ from specialized_decode.backbone.model import DeepseekV41, load_model
 from specialized_decode.backbone.tokenizer import load_tokenizer
 from specialized_decode.backbone.writer import is_current, tiny_plan, write_checkpoint
 from specialized_decode.cli.progress import progress_bar
-from specialized_decode.runtime import FUSED_MHC_MAX_ROWS, DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import FUSED_MHC_MAX_ROWS, DecodeConfig, SpecializedDecode, kernel_families
 
 # Prompts where none is given: pieces of the text that ships here, so ragged that the shortest stays inside the tiny
 # preset's window and the longest goes past its top-k and its candidate restriction.
@@ -40,7 +40,9 @@ _CHUNK_TOKENS = 512
 @click.option(
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
-@click.option("--kernels", is_flag=True, help="Run the executor's boundaries on their kernels, where a GPU has them.")
+@click.option(
+    "--kernels", is_flag=True, help="Run the executor on its kernels, where they serve the GPU and the model."
+)
 def decode(
     folder: Path | None,
     prompts: tuple[str, ...],
@@ -53,7 +55,7 @@ def decode(
     """Generates greedily from FOLDER, first with the plain layers, then with the executor, and compares.
 
     Without FOLDER it decodes the tiny random model, which it writes to the user's cache folder on first use. On cuda
-    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. --kernels
+    the executor's steps are captured CUDA graphs, replayed; on cpu capture and replay are emulated. Kernels
     round otherwise than the plain layers do, and random weights leave the best tokens close together: with them the
     two texts part sooner or later.
     """
@@ -78,7 +80,8 @@ def decode(
     with progress_bar(f"loading {folder}", "layer") as progress:
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
-    _compare(model, tokenizer, encoded, tokens, context, chunk, DecodeConfig(kernels=kernels))
+    config = DecodeConfig(kernels=kernel_families(kernels))
+    _compare(model, tokenizer, encoded, tokens, context, chunk, config)
 
 
 def _compare(

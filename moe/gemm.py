@@ -46,10 +46,10 @@ class RoutedExpertGemms:
         self._kept = self._unpack(0, experts.count) if keeps else None
 
     @staticmethod
-    def refusal(ffn: MoEView) -> str | None:
-        """Why `ffn`'s experts cannot take the low-batch path, or None."""
+    def refusal(ffn: MoEView, kernels: bool = True) -> str | None:
+        """Why `ffn`'s experts cannot take the low-batch path, or None. kernels: whether those may run."""
         experts = ffn.experts
-        if experts.layout == select.LAYOUT and experts.w13.is_cuda:
+        if kernels and experts.layout == select.LAYOUT and experts.w13.is_cuda:
             return select.unsupported(ffn)
         if experts.layout != "checkpoint":
             return f"experts are in the form of {experts.layout}, expected the checkpoint's"
@@ -80,15 +80,15 @@ class RoutedExpertGemms:
         return rows
 
 
-def build_routed_expert_gemms(layers: Sequence[MoEView]) -> list[RoutedExpertGemms | None]:
+def build_routed_expert_gemms(layers: Sequence[MoEView], kernels: bool = True) -> list[RoutedExpertGemms | None]:
     """One per layer, None where the layer stays on the stock path; logs how many took which, and why.
 
-    Kernels are compiled here, and not in a capture.
+    kernels: whether those may run; they are compiled here, and not in a capture.
     """
     gemms: list[RoutedExpertGemms | None] = []
     refusals: Counter[str] = Counter()
     for ffn in layers:
-        reason = RoutedExpertGemms.refusal(ffn)
+        reason = RoutedExpertGemms.refusal(ffn, kernels)
         gemms.append(RoutedExpertGemms(ffn) if reason is None else None)
         if reason is not None:
             refusals[reason] += 1

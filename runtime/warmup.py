@@ -31,6 +31,12 @@ def warm_up(executor: SpecializedDecode) -> None:
     if executor.all_reduce.fused is not None:
         for rows in range(1, FUSED_MHC_MAX_ROWS + 1):
             _run_boundaries(executor, rows)
+    if executor.sparse_mla is not None:
+        executor.sparse_mla.warm(executor.layers[0].layer.attn)
+    for plan in executor.layers:
+        if isinstance(plan.attention, AttentionStep):
+            for projection in plan.attention.projections or ():
+                projection.warm()
     torch.cuda.synchronize(executor.device)
     kernels = "no kernels" if executor.all_reduce.fused is None else f"boundaries of 1 to {FUSED_MHC_MAX_ROWS} rows"
     logger.info("Warmed up %d side streams and %s", len(executor.side_streams()), kernels)

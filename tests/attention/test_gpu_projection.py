@@ -4,17 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import tuning
-from specialized_decode.attention.fused import MAX_ROWS, project_fp8
+from specialized_decode.attention import projection_tuning as tuning
+from specialized_decode.attention.fused import MAX_ROWS, FusedLinear, project_fp8
 from specialized_decode.attention.prepared import prepare_fp8
+from specialized_decode.backbone.linear import Linear
 from specialized_decode.boundary import reference
 from tests.attention.shapes import SHAPES
 
 DEVICE = torch.device("cuda")
 
 
+# Of the tiny model, whose programs have one warp.
+SMALL = [(544, 64, 1), (2048, 32, 1), (64, 1024, 2), (64, 64, 1)]
+
+
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
-@pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "groups"), [*SHAPES, *SMALL])
 def test_values(n: int, k: int, groups: int, rows: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(n + k + rows)
     weight = torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
@@ -110,6 +115,20 @@ def test_replays_read_what_is_there_then() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("n", "k", "groups", "early"), [(8192, 1280, 1, False), (2048, 4096, 2, True)])
+def test_a_layer_that_stores_where_it_is_told(n: int, k: int, groups: int, early: bool) -> None:
+    weight = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device=DEVICE)
+    layer = FusedLinear(Linear(weight, scale), groups, early)
+    assert layer.nbytes == n * k + scale.numel()
+    x = torch.randn(3, groups * k, device=DEVICE).bfloat16()
+    out = torch.full((4, n), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    assert layer(x, out[:3]).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:3], project_fp8(x, prepare_fp8(weight, scale), groups)) and out[3].isnan().all()
+    with pytest.raises(ValueError, match=rf"expected contiguous bfloat16 \[3, {n}\]"):
+        layer(x, out)
 
 
 def test_other_inputs_are_refused() -> None:

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from specialized_decode.attention import tuning
+from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import constants
 from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
@@ -91,6 +91,16 @@ def test_resources(
     assert behind.count("mma.sync") == blocks * launch.chunks * 2
     if architecture != 103:  # Which nvdisasm does not know.
         order_of_machine_code(folder / "nvdisasm", cubin, launch.ahead)
+
+
+def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:
+    """Sparse MLA reads ahead of its own wait what was written a launch before `wq_b`: see `fused_projections`."""
+    launch = tuning.projection(8192, 1280)
+    assert launch.early, "by itself it would let the next launch start at once"
+    kernel = compiled(8192, 1280, 1, launch._replace(early=False), 90)
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    start = "griddepcontrol.launch_dependents"
+    assert start not in before and start in behind
 
 
 def order_of_machine_code(tool: Path, cubin: Path, ahead: int) -> None:

@@ -9,12 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+from specialized_decode.attention import (
+    AttentionStep,
+    CandidateOverlap,
+    SparseIndexTables,
+    SparseMlaDecode,
+    projection_tuning,
+)
 from specialized_decode.attention import reference as attention_reference
+from specialized_decode.attention.prepared import prepare_fp8, unprepare_fp8
+from specialized_decode.attention.projections import FusedProjections
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, Graph, capture
 from specialized_decode.backbone.host import SingleRank
+from specialized_decode.backbone.linear import Linear
 from specialized_decode.boundary import BoundaryAllReduce, PublishingMxfp8Linear
+from specialized_decode.boundary import reference as boundary_reference
 from tests.helpers.step_attention import CONFIG, CPU, KINDS, LAYERS, World, layer_inputs
 from tests.helpers.step_gates import ForgetfulStream, Gates
 from tests.helpers.step_mhc import same_bits
@@ -45,6 +55,25 @@ def _prefilled(lengths: list[int]) -> World:
     return world
 
 
+class _OnPrepared:
+    """What the projection kernel computes, in torch, from the copy that the kernel reads: Gluon has no interpreter."""
+
+    def __init__(self, linear: Linear, groups: int = 1) -> None:
+        assert linear.scale is not None
+        self.weight, self.groups, self.calls = prepare_fp8(linear.weight, linear.scale), groups, list[int]()
+        self.nbytes = self.weight.words.nbytes
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        self.calls.append(x.shape[0])
+        assert x.is_contiguous() and x.shape[0] <= projection_tuning.MAX_ROWS
+        full = boundary_reference.dequantize(unprepare_fp8(self.weight), self.weight.scales)
+        y = attention_reference.grouped_projection(x, full, self.groups)
+        return y if out is None else out.copy_(y)
+
+    def warm(self) -> None:
+        """Nothing to compile."""
+
+
 class _Steps:
     """An executor's attention over a world's layers."""
 
@@ -54,6 +83,7 @@ class _Steps:
         publish: bool = True,
         warmed: bool = True,
         stream_types: dict[str, type[EmulatedStream]] | None = None,
+        on_prepared: bool = False,
     ) -> None:
         self.device, self.world = EmulatedDevice(), world
         self._types = stream_types or {}
@@ -65,9 +95,16 @@ class _Steps:
         self.all_reduce = BoundaryAllReduce(CONFIG.hidden_size, 384, SingleRank(), CPU)
         publisher = PublishingMxfp8Linear(self.all_reduce) if publish else None
         mla = SparseMlaDecode(self.tables, 384)
-        self.steps = {}
+        self.steps, self.projections = {}, dict[int, FusedProjections]()
         for number, layer in world.layers.items():
             indexer = layer.indexer
+            if on_prepared:
+                self.projections[number] = FusedProjections(
+                    _OnPrepared(layer.fused_wqa_wkv),
+                    _OnPrepared(layer.wq_b),
+                    _OnPrepared(layer.wo_a, layer.o_groups),
+                    _OnPrepared(layer.wo_b),
+                )
             self.steps[number] = AttentionStep(
                 layer,
                 self.tables,
@@ -77,6 +114,7 @@ class _Steps:
                 source=self.overlap if indexer is not None and indexer.candidate_source else None,
                 consumer=self.overlap if indexer is not None and indexer.candidate_consumer else None,
                 aux=self.aux,
+                projections=self.projections.get(number),
             )
 
     def _stream(self, name: str) -> EmulatedStream:
@@ -262,6 +300,49 @@ def test_a_source_that_selects_anew_in_a_step_replaces_its_table(prefilled: Worl
                 slot = int(blocks[row, state // 32]) * 32 + state % 32
                 assert int(tables[-1][row, column]) == (slot if state >= 0 else -1)
     assert not torch.equal(*tables)
+
+
+# --- projections of low-batch steps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("publish", [True, False])
+@pytest.mark.parametrize(("rows", "low_batch"), [(1, True), (5, True), (8, True), (9, True), (16, True), (5, False)])
+def test_projections_on_prepared_weights(prefilled: World, rows: int, low_batch: bool, publish: bool) -> None:
+    """The same bits as the plain layers', each projection once a layer where a low-batch step has at most 8 rows."""
+    plain, ours = copy.deepcopy(prefilled), copy.deepcopy(prefilled)
+    steps, chosen = _Steps(ours, publish, on_prepared=True), [*range(15, 15 - rows + 1, -1), -1]
+    for seed in (17, 18):
+        expected = plain.decode(chosen, [1] * rows, plain.plain, seed)
+        found = steps.decode(chosen, [1] * rows, Gates(rows, low_batch=low_batch), seed)
+        _assert_same(found, expected, ours, plain, _kept(chosen, [1] * rows))
+    used = low_batch and rows <= 8
+    for number, projections in steps.projections.items():
+        for projection in projections:
+            assert isinstance(projection, _OnPrepared)
+            assert projection.calls == [rows] * (2 if used else 0), f"layer {number}"
+
+
+def test_a_projection_stores_into_the_boundarys_slot(prefilled: World) -> None:
+    """It is handed the slot itself, and where it serves none is handed out otherwise."""
+    steps = _Steps(copy.deepcopy(prefilled), on_prepared=True)
+    slot = steps.all_reduce.publish_target(2)
+    for rows, stored in ((2, True), (9, False)):
+        steps.reset()
+        chosen = [4, 5, 6, 7, 8, 9, 10, 11, 12][:rows]
+        batch, x = steps.world.batch(chosen, [1] * rows), layer_inputs(chosen, [1] * rows, 19)
+        with steps.world.context.running(batch.metadata):
+            output = steps.steps[0].run(x[0], None, batch.positions, Gates(rows))
+        assert (output.data_ptr() == slot.data_ptr()) == stored
+
+
+def test_only_grouped_weights_are_kept_twice(prefilled: World) -> None:
+    """Beside a kernel's copy, larger steps need the reference's of `wo_a` alone."""
+    step = _Steps(copy.deepcopy(prefilled), on_prepared=True).steps[2]
+    kept = [linear.prepared is not None for linear in (step.fused_wqa_wkv, step.wq_b, step.wo_a, step.wo_b)]
+    assert kept == [False, False, True, False]
+    assert step.projections is not None
+    sizes = [n * k for n, k in ((544, 64), (2048, 32), (64, 1024), (64, 64))]
+    assert step.projections.nbytes == sum(sizes)
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specialized_decode.backbone.attention import Attention, Compressor, Indexer, Selection
 from specialized_decode.backbone.cache import Batch, Caches, Request
+from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.context import ForwardContext
 from specialized_decode.backbone.linear import Linear
 from specialized_decode.backbone.rope import cos_sin_table
@@ -27,43 +28,53 @@ KINDS = {0: "window only", 2: "source, ratio 2", 3: "reader", 6: "source, ratio 
 class World:
     """The layers, their caches with blocks in no order, and open requests. `copy.deepcopy` gives another one."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        """lengths: tokens of each request before its first decode step."""
-        self.context, self.selection = ForwardContext(), Selection(CONFIG, MAX_TOKENS, CPU)
-        self.caches = Caches(CONFIG, len(lengths), CONTEXT, MAX_TOKENS, CPU)
+    def __init__(
+        self, lengths: list[int], config: ModelConfig = CONFIG, context: int = CONTEXT, device: torch.device = CPU
+    ) -> None:
+        """lengths: tokens of each request before its first decode step; context: the most that one may have."""
+        self.config, self.device, self.longest = config, device, context
+        self.context, self.selection = ForwardContext(), Selection(config, MAX_TOKENS, device)
+        self.caches = Caches(config, len(lengths), context, MAX_TOKENS, device)
         rng = np.random.default_rng(0)
         rng.shuffle(self.caches.window.free)
         rng.shuffle(self.caches.compressed.free)
         self.layers = {number: self._layer(number) for number in LAYERS}
         self.lengths = lengths
-        self.requests: list[Request] = [self.caches.open(list(range(CONTEXT))) for _ in lengths]
+        self.requests: list[Request] = [self.caches.open(list(range(context))) for _ in lengths]
 
     def _layer(self, number: int) -> Attention:
-        seed, ratio = 1000 * number, CONFIG.compress_ratios[number]
-        owns, indexes = number in CONFIG.kv_source_layer_ids, number in CONFIG.index_source_layer_ids
+        config, device, seed = self.config, self.device, 1000 * number
+        ratio, hidden, rank = config.compress_ratios[number], config.hidden_size, config.q_lora_rank
+        heads, groups, low = config.num_attention_heads, config.o_groups, config.o_lora_rank
+        owns, indexes = number in config.kv_source_layer_ids, number in config.index_source_layer_ids
+
+        def norm(offset: int, columns: int) -> Tensor:
+            return random_bf16(seed + offset, columns).to(device)
 
         def plain(offset: int, rows: int, columns: int) -> Linear:
-            return Linear(random_bf16(seed + offset, rows, columns, size=columns**-0.5))
+            return Linear(random_bf16(seed + offset, rows, columns, size=columns**-0.5).to(device))
 
         def stored(offset: int, rows: int, columns: int) -> Linear:
-            return fp8_linear(seed + offset, rows, columns, size=columns**-0.5)
+            return fp8_linear(seed + offset, rows, columns, columns**-0.5, device)
 
-        compressor = Compressor(ratio, plain(1, 512 * ratio, 64), random_bf16(seed + 2, 512), 1e-20) if owns else None
-        keys = (plain(3, 128, 512), random_bf16(seed + 4, 128)) if owns else (None, None)
-        indexer = Indexer(CONFIG, number, stored(5, 512, 32), plain(6, 4, 64), *keys) if indexes else None
+        compressor = Compressor(ratio, plain(1, 512 * ratio, hidden), norm(2, 512), 1e-20) if owns else None
+        keys = (plain(3, 128, 512), norm(4, 128)) if owns else (None, None)
+        queries = config.index_n_heads * 128
+        inputs = (stored(5, queries, rank), plain(6, config.index_n_heads, hidden)) if indexes else None
+        indexer = Indexer(config, number, *inputs, *keys) if inputs is not None else None
         attention = Attention(
-            CONFIG,
+            config,
             number,
             self.context,
             self.selection,
-            fused_wqa_wkv=stored(7, 32 + 512, 64),
-            q_norm=random_bf16(seed + 8, 32),
-            kv_norm=random_bf16(seed + 9, 512),
-            wq_b=stored(10, 4 * 512, 32),
-            wo_a=stored(11, 2 * 32, 2 * 512),
-            wo_b=stored(12, 64, 64),
-            sinks=torch.randn(4, generator=torch.Generator().manual_seed(seed + 13)),
-            cos_sin=cos_sin_table(CONFIG, ratio > 0, CONTEXT),
+            fused_wqa_wkv=stored(7, rank + 512, hidden),
+            q_norm=norm(8, rank),
+            kv_norm=norm(9, 512),
+            wq_b=stored(10, heads * 512, rank),
+            wo_a=stored(11, groups * low, heads * 512 // groups),
+            wo_b=stored(12, hidden, groups * low),
+            sinks=torch.randn(heads, generator=torch.Generator().manual_seed(seed + 13)).to(device),
+            cos_sin=cos_sin_table(config, ratio > 0, self.longest).to(device),
             compressor=compressor,
             indexer=indexer,
         )
@@ -73,8 +84,8 @@ class World:
     def prefill(self) -> None:
         """Computes every request's first `lengths` tokens with the plain layers."""
         for at, length in enumerate(self.lengths):
-            if length:
-                self.decode([at], [length], self.plain, seed=10_000 + at)
+            for start in range(0, length, MAX_TOKENS):
+                self.decode([at], [min(MAX_TOKENS, length - start)], self.plain, seed=10_000 + at + start)
 
     def plain(self, number: int, positions: Tensor, x: Tensor) -> Tensor:
         return self.layers[number](positions, x)
@@ -93,7 +104,8 @@ class World:
         static: bool = False,
     ) -> dict[int, Tensor]:
         """One step of every layer: `run(layer, positions, x)` -> its output. Requests go on by `counts` tokens."""
-        batch, inputs, outputs = self.batch(chosen, counts, static), layer_inputs(chosen, counts, seed), {}
+        batch, outputs = self.batch(chosen, counts, static), {}
+        inputs = layer_inputs(chosen, counts, seed, self.config.hidden_size, self.device)
         for number in LAYERS:
             with self.context.running(batch.metadata):
                 outputs[number] = run(number, batch.positions, inputs[number]).clone()
@@ -117,11 +129,20 @@ class World:
         }
 
 
-def layer_inputs(chosen: list[int], counts: list[int], seed: int) -> dict[int, Tensor]:
+def layer_inputs(
+    chosen: list[int],
+    counts: list[int],
+    seed: int,
+    hidden: int = CONFIG.hidden_size,
+    device: torch.device = CPU,
+) -> dict[int, Tensor]:
     """Random inputs [T, hidden] of every layer, NaN in padding rows."""
     padding = np.repeat([at < 0 for at in chosen], counts)
     inputs = {}
     for number in LAYERS:
-        inputs[number] = random_bf16(seed + number, int(sum(counts)), CONFIG.hidden_size)
-        inputs[number][torch.from_numpy(padding)] = torch.nan
+        # Where they are wanted: a GPU makes them faster than they are copied.
+        generator = torch.Generator(device).manual_seed(seed + number)
+        x = torch.randn(int(sum(counts)), hidden, generator=generator, device=device).to(torch.bfloat16)
+        x[torch.from_numpy(padding).to(device)] = torch.nan
+        inputs[number] = x
     return inputs

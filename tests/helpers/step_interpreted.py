@@ -5,6 +5,7 @@ import here at the top may import Triton.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def run_interpreted(path: str) -> None:
     """Leaves every case's outputs in a file, by kernel and case."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.set_num_threads(1)
+    prepare_interpreter(_assembly)
+    torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
+    torch.save({**_boundary_cases(), **_mixes_cases()}, Path(path))
+
+
+def prepare_interpreter(assembly: Callable[..., Any]) -> None:
+    """Has the interpreter round as the hardware does, and run `assembly` where a kernel holds inline assembly."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
@@ -74,12 +82,10 @@ def run_interpreted(path: str) -> None:
 
     interpreter.InterpreterBuilder.create_dot = dot
     # It runs no assembly; a single rank's kernels use it for conversions alone.
-    tl.inline_asm_elementwise = _assembly
+    tl.inline_asm_elementwise = assembly
     # Nothing runs before or after an interpreted launch.
     for name in ("gdc_wait", "gdc_launch_dependents"):
         setattr(tl.extra.cuda, name, lambda: None)
-    torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
-    torch.save({**_boundary_cases(), **_mixes_cases()}, Path(path))
 
 
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:

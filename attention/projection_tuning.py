@@ -1,7 +1,9 @@
-"""Launch configurations of the attention kernels: pure functions."""
+"""Launch configurations of the low-batch projections: pure functions."""
 
 from typing import NamedTuple
 
+# Rows of one launch: the multiplication's narrow side.
+MAX_ROWS = 8
 TILE, BLOCK = 16, 32
 # Bytes of a tile's 32 columns.
 BLOCK_BYTES = TILE * BLOCK

@@ -1,0 +1,356 @@
+"""Sparse MLA of decode rows: RoPE, attention over the window and the selected positions, inverse RoPE, in one launch.
+
+Keys are the multiplications' 64-wide side and heads the narrow one, so that few heads are not padded to 64. A row's
+keys are split over programs, and the last one to arrive adds the splits up. Slices of a row's 512 output columns are
+programs too: each computes all scores of its keys again, and adds up its own columns alone; so the adding up is spread.
+Records are 584 bytes (see `attention.reference`); one of 512 columns is eight blocks of 64, the last of them rotated.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)
+HALF = tl.constexpr(32)
+DATA, SCALES = tl.constexpr(576), tl.constexpr(8)
+WIDTH, QUANTIZED = tl.constexpr(512), tl.constexpr(448)
+# Words of a record's quantized columns, and those taken at a time.
+CODES, PART = tl.constexpr(112), tl.constexpr(32)
+# Finite, so that differences of peaks are numbers; no score is below it.
+LOWEST = tl.constexpr(-3.0e38)
+TINY = tl.constexpr(1.1754944e-38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dequantized(word, scale):
+    """Four e4m3 codes times a power of two, bfloat16; exact. word, scale: int32, the second twice a bfloat16. A code's
+    bits in place are the number times 2^-120, subnormals too; a code that is no number counts as 480."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, rest, unit;
+        mov.b32 unit, 0x7b807b80;
+        prmt.b32 low, $4, 0, 0x1404;
+        prmt.b32 high, $4, 0, 0x3424;
+        shr.u32 rest, low, 4;
+        and.b32 rest, rest, 0x07f007f0;
+        and.b32 low, low, 0x80008000;
+        or.b32 low, low, rest;
+        mul.rn.bf16x2 low, low, unit;
+        mul.rn.bf16x2 low, low, $5;
+        shr.u32 rest, high, 4;
+        and.b32 rest, rest, 0x07f007f0;
+        and.b32 high, high, 0x80008000;
+        or.b32 high, high, rest;
+        mul.rn.bf16x2 high, high, unit;
+        mul.rn.bf16x2 high, high, $5;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+        }""",
+        "=h,=h,=h,=h,r,r",
+        [word, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _records(
+    window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile,
+    window_log2, log2, KEYS: tl.constexpr, WINDOW: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """A tile's keys: where each record lies, its eight scale bytes, and whether there is one. The cache is chosen by
+    numbers, not by a branch, through which the compiler would forget how addresses are aligned."""
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    base, table, count = window_cache.to(tl.int64), window_slots.to(tl.int64), WINDOW
+    if TOPK > 0:
+        window = tile < WINDOW_TILES
+        base, table = tl.where(window, base, cache.to(tl.int64)), tl.where(window, table, selected_slots.to(tl.int64))
+        count, log2 = tl.where(window, count, TOPK), tl.where(window, window_log2, log2)
+        stride, tile = tl.where(window, window_stride, stride), tl.where(window, tile, tile - WINDOW_TILES)
+    else:
+        stride, log2 = window_stride, window_log2
+    column = tile * KEYS + tl.arange(0, KEYS)
+    slots = tl.load(table.to(tl.pointer_type(tl.int64)) + row * count + column, column < count, other=-1)
+    valid = slots >= 0
+    # Pages hold a power of two of states.
+    states = 1 << log2
+    state = slots & (states - 1)
+    page = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16) + (slots >> log2) * stride
+    scales = tl.load((page + states * DATA + state * SCALES).to(tl.pointer_type(tl.int64)), valid, other=0)
+    # The last byte is no scale.
+    return (page + state * DATA).to(tl.pointer_type(tl.int32)), scales & 0xFFFFFFFFFFFFFF, valid
+
+
+@triton.jit
+def _words(data, valid, first, N: tl.constexpr, END: tl.constexpr):
+    """N words of a tile's records from `first` on, [KEYS, N] int32, 0 from END on."""
+    word = tl.arange(0, N) + first
+    return tl.load(data[:, None] + word[None, :], valid[:, None] & (word[None, :] < END), other=0)
+
+
+@triton.jit
+def _quantized(words, scales, first):
+    """Words from `first` on of the quantized columns as numbers, [KEYS, 4 words] bfloat16."""
+    block = (tl.arange(0, words.shape[1]) + first) // (BLOCK // 4)
+    scale = ((scales[:, None] >> (block * 8)[None, :]) & 255).to(tl.int32)
+    a, b, c, d = dequantized(words, scale << 7 | scale << 23)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def _rotated(words):
+    """Words of the rotated columns as numbers, [KEYS, 2 words] bfloat16."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return tl.reshape(tl.join(low, high), (words.shape[0], 2 * words.shape[1])).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _keys(data, scales, valid, zero):
+    """All columns of a tile's keys, in four parts of 128 (the last 64 are 0) and the 64 rotated ones. All of it is
+    asked for before any of it is looked at: the first number needs the last load, as far as the compiler can tell."""
+    a, b = _words(data, valid, 0, PART, CODES), _words(data, valid, PART, PART, CODES)
+    c, d = _words(data, valid, 2 * PART, PART, CODES), _words(data, valid, 3 * PART, PART, CODES)
+    tail = _words(data, valid, CODES, PART, CODES + PART)
+    held = (a ^ b ^ c ^ d ^ tail) & zero
+    return (
+        _quantized(a | held, scales, 0),
+        _quantized(b | held, scales, PART),
+        _quantized(c | held, scales, 2 * PART),
+        _quantized(d | held, scales, 3 * PART),
+        _rotated(tail | held),
+    )
+
+
+@triton.jit
+def _turned(x, cos, sin):
+    """Pairs of x [heads, 64] turned, float32; cos, sin: [32]."""
+    real, imaginary = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+    turned = tl.join(
+        real * cos[None, :] - imaginary * sin[None, :],
+        imaginary * cos[None, :] + real * sin[None, :],
+    )
+    return tl.reshape(turned, x.shape)
+
+
+@triton.jit
+def _query(q, at, inside, part: tl.constexpr):
+    """128 columns of the queries, [128, heads], 0 behind the quantized columns' counterparts."""
+    column = tl.arange(0, 4 * PART) + part * 4 * PART
+    wanted = inside[None, :] & (column[:, None] < QUANTIZED)
+    return tl.load(q + at[None, :] + column[:, None], wanted, other=0.0)
+
+
+@triton.jit
+def _last_query(q, at, inside, cos, sin):
+    """The queries' last columns, turned, [64, heads]."""
+    column = tl.arange(0, BLOCK) + QUANTIZED
+    last = tl.load(q + at[:, None] + column[None, :], inside[:, None], other=0.0)
+    return tl.trans(_turned(last.to(tl.float32), cos, sin).to(tl.bfloat16))
+
+
+@triton.jit
+def _scores(keys, queries):
+    scores = tl.dot(keys[4], queries[4])
+    scores = tl.dot(keys[0], queries[0], scores)
+    scores = tl.dot(keys[1], queries[1], scores)
+    scores = tl.dot(keys[2], queries[2], scores)
+    return tl.dot(keys[3], queries[3], scores)
+
+
+@triton.jit
+def _weights(scores, valid, factor, peak, total):
+    """A tile's weights in the running softmax (Milakov and Gimelshein, 2018), in powers of two, and what becomes of its
+    peak, its total and the factor of what was added up before."""
+    scores = tl.where(valid[:, None], scores * factor, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 0))
+    kept = tl.exp2(peak - highest)
+    weights = tl.exp2(scores - highest[None, :])
+    return weights.to(tl.bfloat16), highest, total * kept + tl.sum(weights, 0), kept
+
+
+@triton.jit
+def _add(sums, kept, keys, data, scales, valid, weights, part, SLICES: tl.constexpr):
+    """Adds a tile to the sums [columns, heads] of the slice's columns, in parts of 128, and of the rotated ones."""
+    added = ()
+    if SLICES == 1:
+        for i in tl.static_range(4):
+            added = added + (tl.dot(tl.trans(keys[i]), weights, sums[i] * kept[None, :]),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        COLUMNS: tl.constexpr = WIDTH // SLICES
+        N: tl.constexpr = COLUMNS // 4 if COLUMNS < 4 * PART else PART
+        for i in tl.static_range(COLUMNS // 4 // N):
+            # In the first-level cache by now.
+            first = part * (COLUMNS // 4) + i * N
+            values = _quantized(_words(data, valid, first, N, CODES), scales, first)
+            added = added + (tl.dot(tl.trans(values), weights, sums[i] * kept[None, :]),)  # type: ignore[assignment]  # noqa: RUF005
+    return added + (tl.dot(tl.trans(keys[4]), weights, sums[len(added)] * kept[None, :]),)  # noqa: RUF005
+
+
+@triton.jit
+def _no_sums(GROUP: tl.constexpr, SLICES: tl.constexpr):
+    COLUMNS: tl.constexpr = WIDTH // SLICES
+    N: tl.constexpr = COLUMNS if COLUMNS < 4 * PART else 4 * PART
+    sums = ()
+    for _ in tl.static_range(COLUMNS // N):
+        sums = sums + (tl.zeros((N, GROUP), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return sums + (tl.zeros((BLOCK, GROUP), tl.float32),)  # noqa: RUF005
+
+
+@triton.jit
+def _store(out, at, inside, result, column):
+    """Head outputs [columns, heads] float32, but for the rotated ones."""
+    wanted = inside[:, None] & (column < QUANTIZED)[None, :]
+    tl.store(out + at[:, None] + column[None, :], tl.trans(result).to(tl.bfloat16), wanted)
+
+
+@triton.jit
+def _store_rotated(out, at, inside, result, cos, sin):
+    """The last columns [64, heads] float32, turned back."""
+    column = tl.arange(0, BLOCK) + QUANTIZED
+    tl.store(out + at[:, None] + column[None, :], _turned(tl.trans(result), cos, -sin).to(tl.bfloat16), inside[:, None])
+
+
+# One kernel for every layer of a step.
+@triton.jit(do_not_specialize=["heads", "window_log2", "log2", "zero"])
+def sparse_mla_kernel(
+    q,
+    positions,
+    cos_sin,
+    sinks,
+    window_cache,
+    window_stride,
+    window_slots,
+    cache,
+    stride,
+    selected_slots,
+    partial,
+    statistics,
+    arrived,
+    out,
+    scale,
+    heads,
+    window_log2,
+    log2,
+    zero,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TOPK: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    SLICES: tl.constexpr,
+    SETTLED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
+    int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
+    logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
+    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES + 64, GROUP] and statistics:
+    [programs, 2, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards. GROUP: a power
+    of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were written by launches
+    before the preceding one. EARLY: the next launch may start beside this one."""
+    COLUMNS: tl.constexpr = WIDTH // SLICES
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    ALL_TILES: tl.constexpr = WINDOW_TILES + (TOPK + KEYS - 1) // KEYS
+    split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    part, group = tl.program_id(1) % SLICES, tl.program_id(1) // SLICES
+    head = group * GROUP + tl.arange(0, GROUP)
+    inside = head < heads
+    at = (row * heads + head) * WIDTH
+    first = split * TILES
+    # What depends on nothing that may still run is on its way, and converted, before the grid dependency resolves.
+    pair = tl.arange(0, HALF)
+    turn = cos_sin + tl.load(positions + row) * BLOCK
+    cos, sin = tl.load(turn + pair), tl.load(turn + HALF + pair)
+    sink = tl.load(sinks + head, inside, other=0.0) * LOG2_E
+    if not SETTLED:
+        tl.extra.cuda.gdc_wait()
+    data, scales, valid = _records(
+        window_cache, window_stride, window_slots, cache, stride, selected_slots, row, first,
+        window_log2, log2, KEYS, WINDOW, TOPK,
+    )  # fmt: skip
+    keys = _keys(data, scales, valid, zero)
+    if SETTLED:
+        tl.extra.cuda.gdc_wait()
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    queries = (
+        _query(q, at, inside, 0),
+        _query(q, at, inside, 1),
+        _query(q, at, inside, 2),
+        _query(q, at, inside, 3),
+        _last_query(q, at, inside, cos, sin),
+    )
+    peak, total = tl.full((GROUP,), LOWEST, tl.float32), tl.zeros((GROUP,), tl.float32)
+    weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
+    sums = _add(_no_sums(GROUP, SLICES), kept, keys, data, scales, valid, weights, part, SLICES)
+    if TILES > 1:
+        for tile in range(first + 1, tl.minimum(first + TILES, ALL_TILES)):
+            data, scales, valid = _records(
+                window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile,
+                window_log2, log2, KEYS, WINDOW, TOPK,
+            )  # fmt: skip
+            keys = _keys(data, scales, valid, zero)
+            weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
+            sums = _add(sums, kept, keys, data, scales, valid, weights, part, SLICES)
+    N: tl.constexpr = COLUMNS if COLUMNS < 4 * PART else 4 * PART
+    column = tl.arange(0, N) + part * COLUMNS
+    if SPLITS == 1:
+        highest = tl.maximum(peak, sink)
+        kept = tl.exp2(peak - highest)
+        kept = kept / tl.maximum(total * kept + tl.exp2(sink - highest), TINY)
+        for i in tl.static_range(COLUMNS // N):
+            _store(out, at, inside, sums[i] * kept[None, :], column + i * N)
+        if part == SLICES - 1:
+            _store_rotated(out, at, inside, sums[COLUMNS // N] * kept[None, :], cos, sin)
+    else:
+        own = (row * tl.num_programs(1) + tl.program_id(1)) * SPLITS
+        local = tl.arange(0, GROUP)
+        # Sums of the slice's columns, and behind the last slice's those of the rotated ones.
+        place = partial + (own + split) * ((COLUMNS + BLOCK) * GROUP) + local[None, :]
+        for i in tl.static_range(COLUMNS // N):
+            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, sums[i])
+        if part == SLICES - 1:
+            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, sums[COLUMNS // N])
+        tl.store(statistics + (own + split) * 2 * GROUP + local, peak)
+        tl.store(statistics + ((own + split) * 2 + 1) * GROUP + local, total)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + own // SPLITS, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrived + own // SPLITS, 0)
+            highest, total = _all_weights(statistics, own, sink, GROUP, SPLITS, SPLITS_PADDED)
+            for i in tl.static_range(COLUMNS // N):
+                result = _all_sums(partial, statistics, own, highest, total, i * N, N, GROUP, SPLITS, COLUMNS)
+                _store(out, at, inside, result, column + i * N)
+            if part == SLICES - 1:
+                rotated = _all_sums(partial, statistics, own, highest, total, COLUMNS, BLOCK, GROUP, SPLITS, COLUMNS)
+                _store_rotated(out, at, inside, rotated, cos, sin)
+
+
+# What other programs left is read past the first-level cache, which may hold what has been replaced since.
+@triton.jit
+def _all_weights(statistics, own, sink, GROUP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr):
+    """The peak and the total of all splits and the sink, [heads]."""
+    split = tl.arange(0, SPLITS_PADDED)[:, None]
+    seen = statistics + (own + split) * 2 * GROUP + tl.arange(0, GROUP)[None, :]
+    peaks = tl.load(seen, split < SPLITS, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(seen + GROUP, split < SPLITS, other=0.0, cache_modifier=".cg")
+    highest = tl.maximum(tl.max(peaks, 0), sink)
+    total = tl.sum(totals * tl.exp2(peaks - highest[None, :]), 0) + tl.exp2(sink - highest)
+    return highest, tl.maximum(total, TINY)
+
+
+@triton.jit
+def _all_sums(
+    partial, statistics, own, highest, total, first,
+    N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds up N columns of all splits, in their order whoever comes last; [N, heads] float32."""
+    local = tl.arange(0, GROUP)
+    place = partial + own * ((COLUMNS + BLOCK) * GROUP) + (tl.arange(0, N) + first)[:, None] * GROUP + local[None, :]
+    result = tl.zeros((N, GROUP), tl.float32)
+    for s in tl.static_range(SPLITS):
+        kept = tl.exp2(tl.load(statistics + (own + s) * 2 * GROUP + local, cache_modifier=".cg") - highest)
+        result += tl.load(place + s * ((COLUMNS + BLOCK) * GROUP), cache_modifier=".cg") * kept[None, :]
+    return result / total[None, :]

@@ -1,0 +1,260 @@
+"""A whole AttentionStep on the kernels against one on the reference ops, on a GPU, at V4.1-Flash's widths over 4 ranks.
+
+Both start from the same caches. A layer that selects may select otherwise where scores are close, since queries round
+otherwise; so bounds are of whole rows, and wider there and where such a selection is read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode, reference
+from specialized_decode.attention.fused import fused_projections
+from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+from specialized_decode.attention.step import AuxStreams
+from specialized_decode.backbone.host import SingleRank
+from specialized_decode.boundary import BoundaryAllReduce, CudaSideStream, PublishingMxfp8Linear
+from tests.helpers.small_config import small_config
+from tests.helpers.step_attention import KINDS, LAYERS, World, layer_inputs
+from tests.helpers.step_gates import Gates
+from tests.helpers.step_mhc import same_bits
+
+DEVICE = torch.device("cuda")
+CONFIG = small_config(
+    hidden_size=5120,
+    num_attention_heads=16,
+    q_lora_rank=1280,
+    o_lora_rank=1024,
+    o_groups=2,
+    sliding_window=128,
+    index_n_heads=32,
+    index_topk=512,
+    candidate_topk_blocks=2048,
+    candidate_block_size=8,
+)
+# With a step's own token. Past 16,384 positions of ratio 1 the candidates restrict their consumer.
+CONTEXTS = (1, 2, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192, 24576, 33, 700, 3)
+MOST = 24640
+# What a row may be off, relative to its size.
+BOUND, SELECTING_BOUND = 0.02, 0.08
+SELECTS = (2, 6, 8)
+READS = (3, 7)
+
+
+class Steps:
+    """An executor's attention over a world's layers, on kernels or on reference ops."""
+
+    def __init__(self, world: World, kernels: bool) -> None:
+        config = world.config
+        self.world = world
+        self.aux = AuxStreams(CudaSideStream(DEVICE), CudaSideStream(DEVICE))
+        self.overlap = CandidateOverlap(CudaSideStream(DEVICE), config.candidate_block_size)
+        self.overlap.warmed.update(range(1, 400))
+        self.tables = SparseIndexTables(FusedTables() if kernels else None)
+        self.all_reduce = BoundaryAllReduce(config.hidden_size, 384, SingleRank(), DEVICE)
+        shape = config.num_attention_heads, config.sliding_window, config.index_topk
+        fused = FusedSparseMla(*shape, 32, DEVICE) if kernels else None
+        self.steps = {}
+        for number, layer in world.layers.items():
+            indexer = layer.indexer
+            self.steps[number] = AttentionStep(
+                layer,
+                self.tables,
+                SparseMlaDecode(self.tables, 384),
+                PublishingMxfp8Linear(self.all_reduce),
+                mxfp8_input=False,
+                source=self.overlap if indexer is not None and indexer.candidate_source else None,
+                consumer=self.overlap if indexer is not None and indexer.candidate_consumer else None,
+                aux=self.aux,
+                fused=fused,
+                projections=fused_projections(layer) if kernels else None,
+            )
+
+    def run(self, inputs: dict[int, Tensor], positions: Tensor, gates: Gates, outputs: dict[int, Tensor]) -> None:
+        """All layers of one step. Inside a forward context."""
+        self.tables.reset()
+        self.all_reduce.reset()
+        self.overlap.reset()
+        for number in LAYERS:
+            output = self.steps[number].run(inputs[number], None, positions, gates)
+            outputs[number].copy_(self.all_reduce.reduce(output))
+        self.aux.join()
+        self.overlap.stream.join()
+
+
+@dataclass
+class Captured:
+    """A graph of one step, what it reads and what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: dict[int, Tensor]
+    load: Callable[[list[int], int], None]
+
+    def replayed(self, chosen: list[int], seed: int) -> dict[int, Tensor]:
+        """Outputs of another batch; poisoned before."""
+        self.load(chosen, seed)
+        for output in self.outputs.values():
+            output.fill_(torch.nan)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return {number: output.clone() for number, output in self.outputs.items()}
+
+
+class Both:
+    """One world, and captured steps of both kinds by their rows."""
+
+    def __init__(self) -> None:
+        self.world = World([context - 1 for context in CONTEXTS], CONFIG, MOST, DEVICE)
+        self.world.prefill()
+        self.steps = {kernels: Steps(self.world, kernels) for kernels in (False, True)}
+        self.before = {name: tensor.clone() for name, tensor in self.world.state().items()}
+        self.captured: dict[tuple[int, bool, bool], Captured] = {}
+
+    def restore(self) -> None:
+        for name, tensor in self.world.state().items():
+            tensor.copy_(self.before[name])
+
+    def capture(self, rows: int, kernels: bool, overlap: bool) -> Captured:
+        key = rows, kernels, overlap
+        if key not in self.captured:
+            self.captured[key] = self._capture(rows, self.steps[kernels], Gates(rows, rows <= 48, rows <= 8, overlap))
+        return self.captured[key]
+
+    def _capture(self, rows: int, steps: Steps, gates: Gates) -> Captured:
+        world, padding, counts = self.world, [-1] * rows, [1] * rows
+        batch, hidden = world.batch(padding, counts, static=True), CONFIG.hidden_size
+        inputs = layer_inputs(padding, counts, 0, hidden, DEVICE)
+        outputs = {number: torch.empty_like(x) for number, x in inputs.items()}
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with world.context.running(batch.metadata):
+            # What is compiled and loaded, on every stream, is there before the capture.
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                steps.run(inputs, batch.positions, gates, outputs)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                steps.run(inputs, batch.positions, gates, outputs)
+
+        def load(chosen: list[int], seed: int) -> None:
+            batch.load(world.batch(chosen, counts, static=True))
+            for number, x in layer_inputs(chosen, counts, seed, hidden, DEVICE).items():
+                inputs[number].copy_(x)
+
+        return Captured(graph, outputs, load)
+
+
+@pytest.fixture(scope="module")
+def both() -> Both:
+    return Both()
+
+
+def compare(both: Both, chosen: list[int], seed: int, overlap: bool = True) -> None:
+    """One batch from the same caches on both; each row of each layer, and the window's records."""
+    rows, live = len(chosen), torch.tensor([at >= 0 for at in chosen], device=DEVICE)
+    both.restore()
+    expected = both.capture(rows, False, overlap).replayed(chosen, seed)
+    records = {number: written(both.world, number, chosen) for number in LAYERS}
+    both.restore()
+    found = both.capture(rows, True, overlap).replayed(chosen, seed)
+    for number in LAYERS:
+        ours, theirs, kind = found[number].double(), expected[number].double(), f"layer {number}, {KINDS[number]}"
+        assert ours.isfinite().all() and not ours[~live].any(), f"{kind}: padding rows are zero"
+        error = (ours - theirs).norm(dim=1)[live] / theirs.norm(dim=1)[live]
+        bound = SELECTING_BOUND if number in (*SELECTS, *READS) else BOUND
+        assert (error < bound).all(), f"{kind}: rows {chosen} are {error.tolist()} off, expected below {bound}"
+        torch.testing.assert_close(written(both.world, number, chosen), records[number], rtol=2.0**-3, atol=1e-3)
+
+
+def written(world: World, number: int, chosen: list[int]) -> Tensor:
+    """The records of this step's tokens in a layer's window cache."""
+    batch = world.batch(chosen, [1] * len(chosen), static=True)
+    layer = world.layers[number]
+    with world.context.running(batch.metadata):
+        slots = layer.metadata().window.slot_mapping
+    assert layer.window_cache is not None
+    return reference.read_kv(layer.window_cache, slots[slots >= 0].unsqueeze(0))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_one_row(both: Both, context: int) -> None:
+    compare(both, [CONTEXTS.index(context)], context)
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+def test_rows(both: Both, rows: int) -> None:
+    """Ragged, every fourth row padding; 8 rows are a low-batch step's last, 9 run the host's projections."""
+    order = [(5 * row + rows) % len(CONTEXTS) for row in range(rows)]
+    compare(both, [-1 if row % 4 == 3 else at for row, at in enumerate(order)], rows)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_nothing_beside(both: Both, rows: int) -> None:
+    """With side projections on the critical path."""
+    compare(both, [12, 11, 0, 5, -1, 10, 3, 9, 4][:rows], 50 + rows, overlap=False)
+
+
+def test_padding_only(both: Both) -> None:
+    both.restore()
+    for output in both.capture(4, True, True).replayed([-1] * 4, 3).values():
+        assert not output.any()
+    for name in ("window caches", "compressed caches"):
+        assert same_bits(both.world.state()[name], both.before[name]), f"padding wrote to the {name}"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_replays_repeat(both: Both, rows: int) -> None:
+    """Launches overlap, and read ahead of what is written before them: every replay from the same caches gives the
+    same bits, and so does the step run one launch after the other."""
+    chosen = [12, 11, 10, 9, -1, 5, 3, 1, 0][:rows]
+    captured = both.capture(rows, True, True)
+    first = None
+    for seed in (60, 61, 60, 61, 60):
+        both.restore()
+        found = captured.replayed(chosen, seed)
+        if seed == 60:
+            assert first is None or all(same_bits(found[number], first[number]) for number in LAYERS)
+            first = found
+    both.restore()
+    eager = stepwise(both, chosen, 60)
+    assert first is not None
+    for number in LAYERS:
+        assert same_bits(eager[number], first[number]), f"layer {number}, {KINDS[number]}"
+
+
+def stepwise(both: Both, chosen: list[int], seed: int) -> dict[int, Tensor]:
+    """The kernels' step with the device idle between any two launches."""
+    counts, steps = [1] * len(chosen), both.steps[True]
+    batch = both.world.batch(chosen, counts, static=True)
+    inputs = layer_inputs(chosen, counts, seed, CONFIG.hidden_size, DEVICE)
+    outputs = {number: torch.full_like(x, torch.nan) for number, x in inputs.items()}
+    for step in steps.steps.values():
+        # Where the next boundary's side stream would be joined: between attention and the last projection.
+        step.before_last = torch.cuda.synchronize
+    gates = Gates(len(chosen), True, len(chosen) <= 8, False)
+    with both.world.context.running(batch.metadata), Serial():
+        steps.run(inputs, batch.positions, gates, outputs)
+    for step in steps.steps.values():
+        step.before_last = lambda: None
+    torch.cuda.synchronize()
+    return outputs
+
+
+class Serial:
+    """Waits for the device after every kernel of ours."""
+
+    def __enter__(self) -> None:
+        import triton
+
+        def wait(_: object) -> None:
+            torch.cuda.synchronize()
+
+        self._hook = wait
+        triton.knobs.runtime.launch_exit_hook.add(wait)
+
+    def __exit__(self, *_: object) -> None:
+        import triton
+
+        triton.knobs.runtime.launch_exit_hook.remove(self._hook)

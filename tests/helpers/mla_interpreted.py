@@ -1,0 +1,171 @@
+"""The sparse MLA kernels in Triton's interpreter, on a CPU; in a process of its own, as `step_interpreted`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.mla_case import MlaCase, Shape
+from tests.helpers.step_attention import CONFIG, CPU, LAYERS, World
+from tests.helpers.step_gates import Gates
+from tests.helpers.step_interpreted import prepare_interpreter
+
+SMALL = {"window": 48, "topk": 16, "states": 64, "q_rank": 32}
+CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
+# As `tuning` cuts the launch; or tiles of a split and slices.
+TUNED = None
+# name -> the layer, its requests' contexts, and how launches are cut
+CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...]]] = {
+    "first token": (Shape(heads=16), (1,), (TUNED,)),
+    "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
+    "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
+    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (1, 1), (2, 4), (3, 2))),
+    "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
+    "padding alone": (Shape(heads=8), (0, 0), ((1, 1),)),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), (TUNED, (1, 2), (2, 1))),
+    "drafts": (Shape(heads=16, count=6), (700, 6, 0), ((10, 1),)),
+    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), (TUNED,)),
+    "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
+    "32 heads": (Shape(heads=32), (700, 3), ((3, 4),)),
+    "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (4, 8))),
+}
+# Tokens before the first of the steps; requests of a step, one padding, in no order.
+LENGTHS, CHOSEN, STEPS = [0, 1, 47, 48, 110], [3, 0, -1, 4, 2, 1], 2
+UNSETTLED = "4 heads, small widths"
+NO_SINK = "padding alone"
+
+
+def make(name: str) -> MlaCase:
+    shape, contexts, _ = CASES[name]
+    case = MlaCase(shape, contexts, seed=len(name))
+    if name == NO_SINK:
+        case.attn.sinks.fill_(float("-inf"))
+    if name.startswith("ragged"):
+        # A row that selects nothing, and one whose selection has holes.
+        case.selection[5] = -1
+        case.selection[11, 3:90:7] = -1
+    return case
+
+
+def run_interpreted(path: str) -> None:
+    """Leaves every case's outputs in a file, by kernel and case."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.set_num_threads(1)
+    prepare_interpreter(_assembly)
+    torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
+    found = {name: _outputs(name) for name in CASES}
+    torch.save({**found, "steps": _steps(), "steps, reused": _reused()}, Path(path))
+
+
+def _outputs(name: str) -> dict[str, Tensor]:
+    from specialized_decode.attention import mla_tuning as tuning
+    from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+
+    case = make(name)
+    shape = case.shape
+    fused = FusedSparseMla(shape.heads, shape.window, shape.topk, case.rows, case.device)
+    window, selected = case.tables(FusedTables())
+    found = {"window": window}
+    if selected is not None:
+        found["selected"] = selected
+    tiles = tuning.key_tiles(shape.window, shape.topk if selected is not None else 0)
+    for cut in CASES[name][2]:
+        launch = None if cut is None else tuning.mla_launch(case.rows, shape.heads, tiles, *cut)
+        found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+    if name == UNSETTLED:
+        found["unsettled"] = fused(case.attn, case.q, case.positions, window, selected, False)
+    found["arrived"] = fused._arrived
+    found["q"] = fused.norm_insert(case.attn, case.projected, case.positions, case.window)
+    found["cache"] = case.window_cache.contiguous()
+    return found
+
+
+def world() -> World:
+    """Layers of every kind, whose requests have been prefilled by the plain ones."""
+    made = World(LENGTHS)
+    made.prefill()
+    return made
+
+
+def _steps() -> dict[str, Tensor]:
+    """Steps of `world()` whose attention runs on the kernels: outputs by step and layer, and what they leave behind."""
+    from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+    from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+    from specialized_decode.attention.step import AuxStreams
+    from specialized_decode.backbone.graphs import EmulatedDevice, EmulatedStream
+
+    ours, device, gates = world(), EmulatedDevice(), Gates(len(CHOSEN))
+    compressor, indexer, candidates = (EmulatedStream(name, device) for name in ("compressor", "indexer", "candidates"))
+    aux, overlap = AuxStreams(compressor, indexer), CandidateOverlap(candidates, CONFIG.candidate_block_size)
+    tables = SparseIndexTables(FusedTables())
+    fused = FusedSparseMla(CONFIG.num_attention_heads, CONFIG.sliding_window, CONFIG.index_topk, gates.rows, CPU)
+    steps = {}
+    for number, layer in ours.layers.items():
+        source = layer.indexer is not None and layer.indexer.candidate_source
+        consumer = layer.indexer is not None and layer.indexer.candidate_consumer
+        step = AttentionStep(
+            layer,
+            tables,
+            SparseMlaDecode(tables, gates.rows),
+            None,
+            mxfp8_input=False,
+            source=overlap if source else None,
+            consumer=overlap if consumer else None,
+            aux=aux,
+            fused=fused,
+        )
+        steps[number] = step
+    found: dict[str, Tensor] = {}
+    for at in range(STEPS):
+        tables.reset()
+        overlap.reset()
+        outputs = ours.decode(
+            CHOSEN, [1] * gates.rows, lambda number, positions, x: steps[number].run(x, None, positions, gates), seed=at
+        )
+        overlap.stream.join()
+        found |= {f"{at} {number}": outputs[number] for number in LAYERS}
+    # One window's, and one a source of a selection.
+    assert tables.built == 1 + sum(layer.indexer is not None for layer in ours.layers.values())
+    return {**found, **ours.state()}
+
+
+def _reused() -> dict[str, Tensor]:
+    """Two layers' calls over one table of each kind, then a step of other blocks and other selections over the same
+    tensors, as a replay sees them."""
+    from specialized_decode.attention import SparseIndexTables
+    from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+
+    case, other = make(UNSETTLED), replayed()
+    fused = FusedSparseMla(case.shape.heads, case.shape.window, case.shape.topk, case.rows, CPU)
+    tables, found = SparseIndexTables(FusedTables()), {}
+    for step in ("first", "second"):
+        tables.reset()
+        for layer in range(2):
+            window = tables.window(case.attn, case.window, case.positions)
+            assert case.compressed is not None
+            selected = tables.selected(case.attn, case.compressed, case.window)
+            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, layer > 0)
+        assert tables.built == 2
+        case.load(other)
+    return found
+
+
+def replayed() -> MlaCase:
+    """A batch of the same shape as `UNSETTLED`'s: other contexts, blocks, selections and padding."""
+    shape, contexts, _ = CASES[UNSETTLED]
+    return MlaCase(shape, contexts[::-1], seed=99)
+
+
+def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
+    """`dequantized` of the kernels."""
+    import triton.language as tl
+
+    assert "prmt.b32 low, $4" in asm, asm
+    word, scale = arguments
+    unit = (scale & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    return tuple(
+        (((word >> 8 * i) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * unit).to(tl.bfloat16)
+        for i in range(4)
+    )
