@@ -95,8 +95,8 @@ class FusedMoE:
         bringing = sum(-(-pieces // (32 * warps)) for pieces in ahead)
         front_kernel[(self.count // tuning.TILE * cut.splits + rows + bringing,)](
             x, x.view(torch.int32), self.gate, partial, plain, quads, factors, self.shared_up, self.shared_down, rows,
-            ahead.up, ahead.down, K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=warps,
-            BLOCKS=cut.blocks, num_warps=warps, launch_pdl=True,
+            ahead.up, ahead.down, K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits,
+            WARPS=warps, BLOCKS=cut.blocks, num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         ids = torch.empty(rows, topk, dtype=torch.int32, device=x.device)
         weights = x.new_empty(rows, topk, dtype=torch.float32)

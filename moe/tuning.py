@@ -17,8 +17,8 @@ FRONT_WARPS = 4
 FRONT_BLOCKS = 8
 # Bytes that a lane of the gate's launch brings into the second-level cache.
 PIECE = 1024
-# Bytes of float16 are put in place by the multiplier as well, instead of by permutations alone. The loop over four tiles
-# of gate and up has 292 instructions of the integer pipe so, 356 else, each of two cycles.
+# Bytes of float16 are put in place by the multiplier as well, instead of by permutations alone. The loop over four
+# tiles of gate and up has 292 instructions of the integer pipe so, 356 else, each of two cycles.
 MULTIPLY = True
 # How long the caches are to keep weights: "", "evict_first" or "evict_last".
 KEEP = ""

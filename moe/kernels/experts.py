@@ -1,10 +1,10 @@
 """The experts' GEMMs of a few rows at memory speed: routed ones in Humming's form (see `moe.expert_layout`), the shared
 one in FP8.
 
-A program has one expert's rows, for all tokens that chose the expert: a weight is read once. It stands for a pair (token
-topk + slot) and does the work if no earlier pair chose the same expert. All tokens are multiplied; those that did not
-choose the expert are not stored. A lane's 16 loaded bytes
-are its operands of the tensor cores' multiplication; nothing of a weight goes through shared memory. Sums are float32.
+A program has one expert's rows, for all tokens that chose the expert: a weight is read once. It stands for a pair
+(token topk + slot) and does the work if no earlier pair chose the same expert. All tokens are multiplied; those that
+did not choose the expert are not stored. A lane's 16 loaded bytes are its operands of the tensor cores' multiplication;
+nothing of a weight goes through shared memory. Sums are float32.
 """
 
 from triton.experimental import gluon
@@ -85,8 +85,8 @@ def up_kernel(
     MULTIPLY: gl.constexpr,
     KEEP: gl.constexpr,
 ):
-    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. ids: [rows, TOPK] int32; quads, plain: [rows, K] float16 as int32 pairs;
-    factors: [rows] float32; weight: [E, K / 64, 8 N_HELD] int32; scale: [E, K / 32, N_HELD] bytes as uint16 pairs;
+    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. ids: [rows, TOPK] int32; quads, plain: [rows, K]
+    float16 as int32 pairs; factors: [rows] float32; weight: [E, K / 64, 8 N_HELD] int32; scale: [E, K / 32, N_HELD] bytes as uint16 pairs;
     scale_2: [E] float32; shared: [2 I, K] e4m3 as int32; shared_scale: [2 I / 32, K / 32] uint8; hidden: [rows TOPK,
     I_HELD] float16, quads together, and shared_hidden: [rows, I] float16: SCALE times the outputs."""
     program = gl.program_id(0)
@@ -290,8 +290,8 @@ def down_kernel(
     KEEP: gl.constexpr,
 ):
     """Grid (H / 16 / WARPS (1 + pairs / REPEAT)), the shared expert's programs first; a warp has 16 outputs, and of a
-    routed expert REPEAT times 16, one behind the other. ids: [rows, TOPK] int32; hidden, shared_hidden: as the up kernel leaves them, as int32
-    pairs; weight: [E, K_HELD / 64, 8 N_HELD] int32; scale: [E, K_HELD / 32, N_HELD] bytes as uint16 pairs; shared: [H,
+    routed expert REPEAT times 16, one behind the other. ids: [rows, TOPK] int32; hidden, shared_hidden: as the up
+    kernel leaves them, as int32 pairs; weight: [E, K_HELD / 64, 8 N_HELD] int32; scale: [E, K_HELD / 32, N_HELD] bytes as uint16 pairs; shared: [H,
     I] e4m3 as int32; shared_scale: [H / 32, I / 32] uint8; routed_out: [pairs, H], shared_out: [rows, H] bfloat16."""
     program = gl.program_id(0)
     SHARED: gl.constexpr = H // 16 // WARPS
@@ -308,7 +308,8 @@ def down_kernel(
         if expert >= 0:
             _routed_down(
                 ids, rows, hidden, weight, scale, scale_2, routed_out, expert, program // PROGRAMS,
-                program % PROGRAMS * (WARPS * REPEAT), TOPK, H, I, I_HELD, N_HELD, K_HELD, SCALE, WARPS, CHUNK, REPEAT, MULTIPLY, KEEP,
+                program % PROGRAMS * (WARPS * REPEAT), TOPK, H, I, I_HELD, N_HELD, K_HELD, SCALE, WARPS, CHUNK, REPEAT,
+                MULTIPLY, KEEP,
             )  # fmt: skip
 
 

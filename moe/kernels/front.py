@@ -31,9 +31,9 @@ def front_kernel(
     WARPS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """Grid (EXPERTS / 16 SPLITS + rows + programs), one row of the input a program, and at the end those that bring the
-    shared expert's weights `first` and `second`, so many pieces of 1 KB, into the second-level cache:
-    memory has nothing else to do until experts are chosen. 32 WARPS pieces a program. x: [rows, K] bfloat16, x_pairs the
+    """Grid (EXPERTS / 16 SPLITS + rows + programs), one row of the input a program, and at the end those that bring
+    the shared expert's weights `first` and `second`, so many pieces of 1 KB, into the second-level cache: memory has
+    nothing else to do until experts are chosen. 32 WARPS pieces a program. x: [rows, K] bfloat16, x_pairs the
     same as int32; gate: [EXPERTS, K] bfloat16 as int32 pairs; partial: [SPLITS, rows, EXPERTS] float32; plain, quads
     and factors: see `_as_float16`. WARPS BLOCKS SPLITS blocks of 32 columns are K."""
     program = gl.program_id(0)

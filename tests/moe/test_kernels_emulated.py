@@ -77,8 +77,8 @@ def test_values(hidden: int, width: int, rows: int) -> None:
 
 def test_launches(kernels: dict[str, Emulated]) -> None:
     check(held_moe(0, EXPERTS, 256, 96), *inputs(0, 2, 256))
-        # 2 tiles of experts, 2 rows and 2 programs that bring weights; 12 routed and 6 shared tiles of rows; 4 of outputs, of 12
-        # pairs and the shared one.
+    # 2 tiles of experts, 2 rows and 2 programs that bring weights; 12 routed and 6 shared tiles of rows; 4 of outputs,
+    # of 12 pairs and the shared one.
     assert {name: kernel.launches for name, kernel in kernels.items()} == {
         "front_kernel": [2 + 2 + 2],
         "route_kernel": [2],
