@@ -20,12 +20,14 @@ from specialized_decode.moe.views import MoEView
 class Routing:
     """Where T rows go, of which `up` and `down` read. ids: [T, k] int32, weights: [T, k] float32.
 
-    plain, quads: the input as float16, times 1 / factors [T], in the columns' order and in the
-    packed weights'.
+    leaders [T, k] int32, members [E] int64: who does an expert's work, and for whom; see `kernels.experts`. plain,
+    quads: the input as float16, times 1 / factors [T], in the columns' order and in the packed weights'.
     """
 
     ids: Tensor
     weights: Tensor
+    leaders: Tensor
+    members: Tensor
     plain: Tensor
     quads: Tensor
     factors: Tensor
@@ -91,23 +93,23 @@ class FusedMoE:
         plain, quads = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for _ in range(2))
         factors = x.new_empty(rows, dtype=torch.float32)
         warps = tuning.FRONT_WARPS
-        ahead = tuning.ahead(self.hidden, self.width, rows)
-        bringing = sum(-(-pieces // (32 * warps)) for pieces in ahead)
-        front_kernel[(self.count // tuning.TILE * cut.splits + rows + bringing,)](
-            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, self.shared_up, self.shared_down, rows,
-            ahead.up, ahead.down, K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits,
-            WARPS=warps, BLOCKS=cut.blocks, num_warps=warps, launch_pdl=True,
+        members = torch.empty(self.count, dtype=torch.int64, device=x.device)
+        front_kernel[(self.count // tuning.TILE * cut.splits + rows,)](
+            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, members, rows, K=self.hidden,
+            PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=warps, BLOCKS=cut.blocks,
+            num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         ids = torch.empty(rows, topk, dtype=torch.int32, device=x.device)
         weights = x.new_empty(rows, topk, dtype=torch.float32)
+        leaders = ids if rows == 1 else torch.empty_like(ids)
         bias, image_bias = self.ffn.bias, self.ffn.image_bias
         route_kernel[(rows,)](
-            partial, bias, bias if image_bias is None else image_bias, input_ids, ids, weights, rows, self.ffn.scaling,
-            FIRST_IMAGE=0 if image_bias is None else IMAGE_TOKENS.start, EXPERTS=self.count,
-            PADDED=_power(self.count), SPLITS=cut.splits, TOPK=topk, TOPK_PADDED=_power(topk),
+            partial, bias, bias if image_bias is None else image_bias, input_ids, ids, weights, leaders, members, rows,
+            self.ffn.scaling, FIRST_IMAGE=0 if image_bias is None else IMAGE_TOKENS.start, EXPERTS=self.count,
+            PADDED=_power(self.count), SPLITS=cut.splits, TOPK=topk, TOPK_PADDED=_power(topk), RECORDED=rows > 1,
             num_warps=tuning.ROUTE_WARPS, launch_pdl=True,
         )  # fmt: skip
-        return Routing(ids, weights, plain, quads, factors)
+        return Routing(ids, weights, leaders, members, plain, quads, factors)
 
     def up(self, routing: Routing) -> Hidden:
         """Gate and up projections and the SwiGLU, of the routed experts and the shared one; one launch."""
@@ -122,12 +124,11 @@ class FusedMoE:
         assert cut is not None
         programs = self.width // 8 + rows * topk * (self.width // tuning.TILE)
         up_kernel[(programs,)](
-            routing.ids, routing.quads.view(torch.int32), routing.plain.view(torch.int32), routing.factors,
-            *_packed(self.w13), self.shared_up, self.shared_up_scale, hidden.routed, hidden.shared, rows,
-            self.ffn.limit, TOPK=topk, K=self.hidden, I=self.width, I_HELD=held, N_HELD=self.shapes[0].rows,
+            routing.leaders, routing.members, routing.quads.view(torch.int32), routing.plain.view(torch.int32),
+            routing.factors, *_packed(self.w13), self.shared_up, self.shared_up_scale, hidden.routed, hidden.shared,
+            rows, self.ffn.limit, TOPK=topk, K=self.hidden, I=self.width, I_HELD=held, N_HELD=self.shapes[0].rows,
             FIRST_UP=held, SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles, SHARED_CHUNK=cut.blocks,
-            MULTIPLY=tuning.MULTIPLY, KEEP=tuning.KEEP, num_warps=cut.warps, maxnreg=tuning.REGISTERS,
-            launch_pdl=True,
+            RECORDED=rows > 1, num_warps=cut.warps, maxnreg=tuning.REGISTERS, launch_pdl=True,
         )  # fmt: skip
         return hidden
 
@@ -140,12 +141,11 @@ class FusedMoE:
         programs = self.hidden // tuning.TILE // cut.warps
         programs += rows * topk * (programs // cut.repeat)
         down_kernel[(programs,)](
-            routing.ids, hidden.routed.view(torch.int32), hidden.shared.view(torch.int32), *_packed(self.w2),
-            self.shared_down, self.shared_down_scale, out, shared, rows,
-            TOPK=topk, H=self.hidden, I=self.width, I_HELD=shard_width(self.width), N_HELD=self.shapes[1].rows,
-            K_HELD=self.shapes[1].columns, SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles,
-            SHARED_CHUNK=cut.blocks, REPEAT=cut.repeat, MULTIPLY=tuning.MULTIPLY, KEEP=tuning.KEEP,
-            num_warps=cut.warps, launch_pdl=True,
+            routing.leaders, routing.members, hidden.routed.view(torch.int32), hidden.shared.view(torch.int32),
+            *_packed(self.w2), self.shared_down, self.shared_down_scale, out, shared, rows, TOPK=topk, H=self.hidden,
+            I=self.width, I_HELD=shard_width(self.width), N_HELD=self.shapes[1].rows, K_HELD=self.shapes[1].columns,
+            SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles, SHARED_CHUNK=cut.blocks, REPEAT=cut.repeat,
+            RECORDED=rows > 1, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
         return UnfinalizedRows(out, routing.weights, shared)
 

@@ -8,7 +8,7 @@ from specialized_decode.moe.views import MoEView
 
 # vLLM's name of the backend whose form the kernels read.
 LAYOUT = "HUMMING"
-# As many as tokens, so that a launch's pairs are at most 64.
+# As many as the kernels are checked for; a byte of `members` has room for a slot.
 MAX_TOPK = 8
 LARGEST_FLOAT16 = 65504
 

@@ -10,18 +10,12 @@ from specialized_decode.moe.expert_layout import round_up
 # Rows of one launch: the multiplication's narrow side.
 MAX_ROWS = 8
 TILE, BLOCK, COLUMN_TILE = 16, 32, 64
-# Of the gate, whose logits and routing take 5.3 us at 1 row; 6.2 with 8 warps.
+# Of the gate, whose logits and routing took 5.3 us at 1 row; 6.2 with 8 warps.
 FRONT_WARPS = 4
 # Weights that a lane of the gate asks for ahead of everything: 16 bytes of two rows a block, 64 registers. At 1 row 5.3
-# us, 6.2 with 5 blocks, 8.3 with 2; at 8 rows 8.2, 8.1 and 9.3.
+# us, 6.2 with 5 blocks, 8.3 with 2; at 8 rows 8.2, 8.1 and 9.3. All with a record that the last row's program wrote for
+# all; without any 4.5 us at 1 row and 5.0 at 8. With the present one not measured.
 FRONT_BLOCKS = 8
-# Bytes that a lane of the gate's launch brings into the second-level cache.
-PIECE = 1024
-# Bytes of float16 are put in place by the multiplier as well, instead of by permutations alone. The loop over four
-# tiles of gate and up has 292 instructions of the integer pipe so, 356 else, each of two cycles.
-MULTIPLY = True
-# How long the caches are to keep weights: "", "evict_first" or "evict_last".
-KEEP = ""
 
 
 class Front(NamedTuple):
@@ -49,25 +43,6 @@ def largest_divisor(count: int, most: int) -> int:
 ROUTE_WARPS = 1
 
 
-class Ahead(NamedTuple):
-    """Pieces of the shared expert's first and second projections that the gate's launch brings into the cache."""
-
-    up: int
-    down: int
-
-
-# Up to so many rows the shared expert's weights are brought ahead; the second projection's then outlive the first GEMM.
-AHEAD_UP_ROWS, AHEAD_DOWN_ROWS = 8, 4
-
-
-def ahead(hidden: int, width: int, rows: int) -> Ahead:
-    """What is brought ahead; whole pieces, so that none reaches past its tensor."""
-    return Ahead(
-        2 * width * hidden // PIECE if rows <= AHEAD_UP_ROWS else 0,
-        width * hidden // PIECE if rows <= AHEAD_DOWN_ROWS else 0,
-    )
-
-
 class Up(NamedTuple):
     """The first GEMM: warps of a program, column tiles of a routed expert, blocks of the shared one, in a chunk."""
 
@@ -76,21 +51,20 @@ class Up(NamedTuple):
     blocks: int
 
 
-# Up to so many rows the first GEMM's columns are spread over the most warps.
-FEW_ROWS = 2
 # Registers of a thread of the first GEMM at most, so that 16 warps fit a multiprocessor.
 REGISTERS = 128
-# Warps and column tiles, for few rows and for more.
-UP_FEW, UP_MANY = (4, 4), (2, 4)
+# Warps and column tiles, for one row and for more.
+UP_ONE, UP_MANY = (4, 4), (2, 4)
 
 
 def up(hidden: int, rows: int) -> Up | None:
     """The first GEMM's cut; None where the columns do not divide.
 
-    Few rows have too few programs to fill the GPU: more warps share a program's columns. With many rows all programs
-    run at once if they are small: at 8 rows 51.2 us with 2 warps, 56.1 with 4; at 1 row 19.0 and 15.6.
+    One row has too few programs to fill the GPU: more warps share a program's columns. With more rows all programs run
+    at once if they are small. At 1 row 14.3 us with 4 warps, 15.0 with 2, and the whole step 26.6 and 28.7; at 8 rows
+    56.1 and 51.2. Not measured: 2 and 3 rows.
     """
-    most, chunk = UP_FEW if rows <= FEW_ROWS else UP_MANY
+    most, chunk = UP_ONE if rows == 1 else UP_MANY
     tiles = hidden // COLUMN_TILE
     for warps in (most, 2, 1):
         if hidden % COLUMN_TILE == 0 and tiles % warps == 0:
@@ -108,14 +82,21 @@ class Down(NamedTuple):
     repeat: int
 
 
-# Warps, most tiles, most blocks and repeats, for few rows and for more.
-DOWN_FEW, DOWN_MANY = (4, 3, 6, 1), (4, 3, 3, 4)
+# Warps, most tiles, most blocks and repeats: of one row, by the width up to which, and of more rows.
+DOWN_ONE, DOWN_MANY = {288: (4, 3, 3, 4), 576: (4, 9, 9, 1)}, (4, 3, 3, 1)
+# Of one row, of wider shards, which have no registers for nine tiles twice.
+DOWN_WIDE = (4, 3, 6, 1)
 
 
 def down(hidden: int, width: int, rows: int) -> Down:
-    """The second GEMM's cut: at 1 row 5.6 us with chunks of 3 tiles and 6 blocks, 5.7 with all 9 and 9; at 8 rows 25.4
-    with 3 and 3, 29.9 with 9 and 9."""
-    warps, most_tiles, most_blocks, repeat = DOWN_FEW if rows <= FEW_ROWS else DOWN_MANY
+    """The second GEMM's cut.
+
+    The whole step at 1 row: 26.2 us with chunks of 9 tiles and 9 blocks, 26.5 with 3 and 6; of width 288 21.9 with four
+    times the rows a warp, 22.7 without. This launch at 8 rows: 25.4 with chunks of 3 and 3, 29.9 with 9 and 9. Not
+    measured: wider shards, and 2 to 7 rows.
+    """
+    one = next((cut for widest, cut in DOWN_ONE.items() if width <= widest), DOWN_WIDE)
+    warps, most_tiles, most_blocks, repeat = one if rows == 1 else DOWN_MANY
     tiles = round_up(width, COLUMN_TILE) // COLUMN_TILE
     # Five tiles, of TP 8's width, have no divisor but one: all of them then.
     most_tiles = tiles if tiles < 2 * most_tiles else most_tiles

@@ -2,9 +2,12 @@
 one in FP8.
 
 A program has one expert's rows, for all tokens that chose the expert: a weight is read once. It stands for a pair
-(token topk + slot) and does the work if no earlier pair chose the same expert. All tokens are multiplied; those that
-did not choose the expert are not stored. A lane's 16 loaded bytes are its operands of the tensor cores' multiplication;
-nothing of a weight goes through shared memory. Sums are float32.
+(token TOPK + slot); one of the pairs of an expert leads, the others' programs end at once. A lane's 16 loaded bytes are
+its operands of the tensor cores' multiplication; nothing of a weight goes through shared memory. Sums are float32.
+
+leaders: [pairs] int32, the expert of a pair that leads, -1 for others. members: [E] int64, an expert's tokens, a byte
+each from the lowest on: 1 + the slot with which it chose the expert, 0 if it did not. One token's experts are distinct,
+so that `leaders` are its ids, and members are not read.
 """
 
 from triton.experimental import gluon
@@ -12,29 +15,32 @@ from triton.experimental.gluon import language as gl
 
 from specialized_decode.moe.kernels.fragments import SCALE_BIAS, add_fp4, add_fp8, quad_column, wait
 
-# Pairs at most: eight tokens, eight experts each.
-PAIRS = gl.constexpr(64)
+
+@gluon.jit
+def _members(members, leader, expert, RECORDED: gl.constexpr):
+    """An expert's tokens, or the one token's pair. Past the first-level cache, which may hold an earlier step's."""
+    own = leader
+    if RECORDED:
+        own = gl.load(members + expert, cache_modifier=".cg")
+    return own
 
 
 @gluon.jit
-def _leads(ids, pair, WARPS: gl.constexpr):
-    """The expert of a pair, or -1 if an earlier pair chose it. Past the first-level cache, which may hold an earlier
-    step's ids."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])
-    other = gl.arange(0, PAIRS, gl.SliceLayout(0, layout))
-    expert = gl.load(ids + pair, cache_modifier=".cg")
-    earlier = gl.load(ids + other, other < pair, other=-1, cache_modifier=".cg")
-    return gl.where(gl.sum((earlier == expert).to(gl.int32), 0) == 0, expert, -1)
-
-
-@gluon.jit
-def _pair_of(ids, token, rows, expert, TOPK: gl.constexpr):
-    """The pairs with which tokens chose an expert; -1 for those that did not, or are not there."""
-    pair = token * 0 - 1
-    for k in gl.static_range(TOPK):
-        own = gl.load(ids + gl.minimum(token, rows - 1) * TOPK + k, cache_modifier=".cg")
-        pair = gl.where((own == expert) & (token < rows), token * TOPK + k, pair)
+def _pair(own, token, TOPK: gl.constexpr, RECORDED: gl.constexpr):
+    """The pair with which a token chose an expert, or -1. own: see `_members`."""
+    if RECORDED:
+        slot = ((own >> (8 * token)) & 0xFF).to(gl.int32) - 1
+        pair = gl.where(slot >= 0, token * TOPK + slot, -1)
+    else:
+        pair = gl.where(token == 0, own, -1)
     return pair
+
+
+@gluon.jit
+def _pair_or(own, token, leader, TOPK: gl.constexpr, RECORDED: gl.constexpr):
+    """The same, or the leader: nobody stores what becomes of a token that did not choose the expert."""
+    pair = _pair(own, token, TOPK, RECORDED)
+    return gl.where(pair >= 0, pair, leader)
 
 
 @gluon.jit
@@ -59,7 +65,8 @@ def _flat_indices(layout: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def up_kernel(
-    ids,
+    leaders,
+    members,
     quads,
     plain,
     factors,
@@ -82,35 +89,36 @@ def up_kernel(
     WARPS: gl.constexpr,
     CHUNK: gl.constexpr,
     SHARED_CHUNK: gl.constexpr,
-    MULTIPLY: gl.constexpr,
-    KEEP: gl.constexpr,
+    RECORDED: gl.constexpr,
 ):
-    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. ids: [rows, TOPK] int32; quads, plain: [rows, K]
-    float16 as int32 pairs; factors: [rows] float32; weight: [E, K / 64, 8 N_HELD] int32; scale: [E, K / 32, N_HELD] bytes as uint16 pairs;
-    scale_2: [E] float32; shared: [2 I, K] e4m3 as int32; shared_scale: [2 I / 32, K / 32] uint8; hidden: [rows TOPK,
-    I_HELD] float16, quads together, and shared_hidden: [rows, I] float16: SCALE times the outputs."""
+    """Grid (I / 8 + pairs I / 16), the shared expert's programs first. leaders, members: see above; quads, plain:
+    [rows, K] float16 as int32 pairs; factors: [rows] float32; weight: [E, K / 64, 8 N_HELD] int32; scale: [E, K / 32,
+    N_HELD] bytes as uint16 pairs; scale_2: [E] float32; shared: [2 I, K] e4m3 as int32; shared_scale: [2 I / 32,
+    K / 32] uint8; hidden: [rows TOPK, I_HELD] float16, quads together, and shared_hidden: [rows, I] float16: SCALE
+    times the outputs."""
     program = gl.program_id(0)
     if program < I // 8:
         _shared_up(
             plain, factors, shared, shared_scale, shared_hidden, rows, limit, program, K, I, SCALE, WARPS,
-            SHARED_CHUNK, KEEP,
+            SHARED_CHUNK,
         )  # fmt: skip
     else:
         program -= I // 8
         wait()
-        expert = _leads(ids, program // (I // 16), WARPS)
+        leader = program // (I // 16)
+        expert = gl.load(leaders + leader, cache_modifier=".cg")
         if expert >= 0:
             _routed_up(
-                ids, rows, quads, factors, weight, scale, scale_2, hidden, limit, expert,
-                program % (I // 16), TOPK, K, I_HELD, N_HELD, FIRST_UP, SCALE, WARPS, CHUNK, MULTIPLY, KEEP,
+                members, quads, factors, weight, scale, scale_2, hidden, limit, leader, expert, program % (I // 16),
+                TOPK, K, I_HELD, N_HELD, FIRST_UP, SCALE, WARPS, CHUNK, RECORDED,
             )  # fmt: skip
 
 
 @gluon.jit
 def _routed_up(
-    ids, rows, quads, factors, weight, scale, scale_2, hidden, limit, expert, tile, TOPK: gl.constexpr, K: gl.constexpr,
-    I_HELD: gl.constexpr, N_HELD: gl.constexpr, FIRST_UP: gl.constexpr, SCALE: gl.constexpr, WARPS: gl.constexpr,
-    CHUNK: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr,
+    members, quads, factors, weight, scale, scale_2, hidden, limit, leader, expert, tile, TOPK: gl.constexpr,
+    K: gl.constexpr, I_HELD: gl.constexpr, N_HELD: gl.constexpr, FIRST_UP: gl.constexpr, SCALE: gl.constexpr,
+    WARPS: gl.constexpr, CHUNK: gl.constexpr, RECORDED: gl.constexpr,
 ):  # fmt: skip
     """16 gate and 16 up rows of one expert; a warp has a part of the columns, in chunks of CHUNK tiles, the next one's
     weights on their way while one is multiplied."""
@@ -126,54 +134,46 @@ def _routed_up(
     groups = scale + (base + flat_warp * TILES) * N_HELD
     gate_scale = groups + tile // 4 * 32 + flat_lane // 4 * 4 + tile % 4
     up_scale = groups + (tile + UP) // 4 * 32 + flat_lane // 4 * 4 + (tile + UP) % 4
-    g, u, s, t = _up_chunk(at, gate_scale, up_scale, 0, COLUMN, N_HELD, UP, CHUNK, KEEP)
-    inputs = quads + gl.minimum(lane // 4, rows - 1) * (K // 2) + warp * TILES * 32 + lane % 4 * 8 + word
-    # [lane, row of 2, token of 2]
+    g, u, s, t = _up_chunk(at, gate_scale, up_scale, 0, COLUMN, N_HELD, UP, CHUNK)
+    own = _members(members, leader, expert, RECORDED)
+    pair = _pair_or(own, lane // 4, leader, TOPK, RECORDED)
+    inputs = quads + pair // TOPK * (K // 2) + warp * TILES * 32 + lane % 4 * 8 + word
+    zero = gl.zeros((WARPS, 32), gl.float32, lanes)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    for start in range(CHUNK, TILES, CHUNK):
+        next_g, next_u, next_s, next_t = _up_chunk(at, gate_scale, up_scale, start, COLUMN, N_HELD, UP, CHUNK)
+        sums = _add_up_chunk(g, u, s, t, inputs + (start - CHUNK) * 32, sums, CHUNK, WARPS, lanes)
+        g, u, s, t = next_g, next_u, next_s, next_t
+    sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, WARPS, lanes)
+    a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    gates = gl.join(gl.join(a0, a2), gl.join(a1, a3))
+    ups = gl.join(gl.join(b0, b2), gl.join(b1, b3))
     out: gl.constexpr = gl.BlockedLayout([1, 1, 1], [32, 1, 1], [1, min(WARPS, 2), max(WARPS // 2, 1)], [2, 1, 0])
+    gate, up = gl.split(gl.sum(gl.join(gates, ups), 0))
+    gate, up = gl.convert_layout(gate, out), gl.convert_layout(up, out)
+    # [lane, row of 2, token of 2]
     lane = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, out)))[:, None, None]
     place = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, out)))[None, :, None]
     parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
     token = lane % 4 * 2 + parity
-    # Asked for ahead where there are registers for it: a lane of fewer warps stores more.
-    if WARPS >= 4:
-        pair, factor = _places(ids, factors, scale_2, token, rows, expert, TOPK)
-    zero = gl.zeros((WARPS, 32), gl.float32, lanes)
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
-    for start in range(CHUNK, TILES, CHUNK):
-        next_g, next_u, next_s, next_t = _up_chunk(at, gate_scale, up_scale, start, COLUMN, N_HELD, UP, CHUNK, KEEP)
-        sums = _add_up_chunk(g, u, s, t, inputs + (start - CHUNK) * 32, sums, CHUNK, MULTIPLY, WARPS, lanes)
-        g, u, s, t = next_g, next_u, next_s, next_t
-    sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, MULTIPLY, WARPS, lanes)
-    a0, a1, a2, a3, b0, b1, b2, b3 = sums
-    if WARPS < 4:
-        pair, factor = _places(ids, factors, scale_2, token, rows, expert, TOPK)
-    gates = gl.join(gl.join(a0, a2), gl.join(a1, a3))
-    ups = gl.join(gl.join(b0, b2), gl.join(b1, b3))
-    gate, up = gl.split(gl.sum(gl.join(gates, ups), 0))
-    gate, up = gl.convert_layout(gate, out), gl.convert_layout(up, out)
+    pair = _pair(own, token, TOPK, RECORDED)
+    factor = gl.load(scale_2 + expert) * 2.0**SCALE_BIAS * gl.load(factors + token, pair >= 0, other=0.0)
     column = quad_column(tile * 16 + place * 8 + lane // 4)
     result = _swiglu(gate * factor, up * factor, limit) * SCALE
     gl.store(hidden + pair * I_HELD + column, result.to(gl.float16), pair >= 0)
 
 
 @gluon.jit
-def _places(ids, factors, scale_2, token, rows, expert, TOPK: gl.constexpr):
-    """The pairs of tokens that chose an expert, and what their sums are multiplied by."""
-    factor = gl.load(scale_2 + expert) * 2.0**SCALE_BIAS
-    return _pair_of(ids, token, rows, expert, TOPK), factor * gl.load(factors + gl.minimum(token, rows - 1))
-
-
-@gluon.jit
 def _up_chunk(
     at, gate_scale, up_scale, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, UP: gl.constexpr,
-    CHUNK: gl.constexpr, KEEP: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Asks for the weights and scales of CHUNK tiles of columns."""
     g, u, s, t = (), (), (), ()
     for i in gl.static_range(CHUNK):
         column = at + (start + i) * COLUMN
-        g = g + (gl.load(column, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
-        u = u + (gl.load(column + UP * 128, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
+        g = g + (gl.load(column),)  # type: ignore[assignment]  # noqa: RUF005
+        u = u + (gl.load(column + UP * 128),)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(2 * CHUNK):
         row = (2 * start + i) * (N_HELD // 2)
         s = s + (gl.load(gate_scale + row).to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -183,21 +183,21 @@ def _up_chunk(
 
 @gluon.jit
 def _add_up_chunk(
-    g, u, s, t, inputs, sums, CHUNK: gl.constexpr, MULTIPLY: gl.constexpr, WARPS: gl.constexpr, lanes: gl.constexpr
+    g, u, s, t, inputs, sums, CHUNK: gl.constexpr, WARPS: gl.constexpr, lanes: gl.constexpr
 ):  # fmt: skip
     """Adds CHUNK tiles of gate and up rows; inputs: where the first tile's begin."""
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
     for i in gl.static_range(CHUNK):
         x, y = gl.load(inputs + i * 32), gl.load(inputs + i * 32 + 4)
-        a0, a1, a2, a3 = add_fp4(g[i], s[2 * i], s[2 * i + 1], x, y, a0, a1, a2, a3, True, MULTIPLY, WARPS, lanes)
-        b0, b1, b2, b3 = add_fp4(u[i], t[2 * i], t[2 * i + 1], x, y, b0, b1, b2, b3, True, MULTIPLY, WARPS, lanes)
+        a0, a1, a2, a3 = add_fp4(g[i], s[2 * i], s[2 * i + 1], x, y, a0, a1, a2, a3, True, WARPS, lanes)
+        b0, b1, b2, b3 = add_fp4(u[i], t[2 * i], t[2 * i + 1], x, y, b0, b1, b2, b3, True, WARPS, lanes)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @gluon.jit
 def _shared_up(
     plain, factors, shared, shared_scale, hidden, rows, limit, tile, K: gl.constexpr, I: gl.constexpr,
-    SCALE: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr,
+    SCALE: gl.constexpr, WARPS: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Eight gate rows and their up rows, as rows g and g + 8 of one tile. The first weights depend on nothing."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
@@ -208,14 +208,14 @@ def _shared_up(
     flat_warp, flat_lane = _flat_indices(lanes, WARPS)
     gate = shared + (tile * 8 + lane // 4) * (K // 4) + warp * BLOCKS * 8 + lane % 4 * 2 + word
     gate_scale = shared_scale + tile // 4 * (K // 32) + flat_warp * BLOCKS + flat_lane * 0
-    g, u, s, t = _shared_up_chunk(gate, gate_scale, 0, K, I, CHUNK, KEEP)
+    g, u, s, t = _shared_up_chunk(gate, gate_scale, 0, K, I, CHUNK)
     wait()
     warp, lane, word = _indices(vectors, WARPS, 4)
     inputs = plain + gl.minimum(lane // 4, rows - 1) * (K // 2) + warp * BLOCKS * 16 + lane % 4 * 4 + word
     c0 = gl.zeros((WARPS, 32), gl.float32, lanes)
     c1, c2, c3 = c0, c0, c0
     for start in range(CHUNK, BLOCKS, CHUNK):
-        next_g, next_u, next_s, next_t = _shared_up_chunk(gate, gate_scale, start, K, I, CHUNK, KEEP)
+        next_g, next_u, next_s, next_t = _shared_up_chunk(gate, gate_scale, start, K, I, CHUNK)
         for i in gl.static_range(CHUNK):
             x = gl.load(inputs + (start - CHUNK + i) * 16)
             c0, c1, c2, c3 = add_fp8(g[i], u[i], x, s[i], t[i], c0, c1, c2, c3, WARPS, lanes)
@@ -235,15 +235,13 @@ def _shared_up(
 
 
 @gluon.jit
-def _shared_up_chunk(
-    gate, gate_scale, start, K: gl.constexpr, I: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr
-):
+def _shared_up_chunk(gate, gate_scale, start, K: gl.constexpr, I: gl.constexpr, CHUNK: gl.constexpr):
     """Asks for the weights and scales of CHUNK blocks of 32 columns."""
     g, u, s, t = (), (), (), ()
     for i in gl.static_range(CHUNK):
         block = gate + (start + i) * 8
-        g = g + (gl.load(block, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
-        u = u + (gl.load(block + I * (K // 4), eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
+        g = g + (gl.load(block),)  # type: ignore[assignment]  # noqa: RUF005
+        u = u + (gl.load(block + I * (K // 4)),)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(CHUNK):
         own = gate_scale + start + i
         s = s + (gl.load(own),)  # type: ignore[assignment]  # noqa: RUF005
@@ -264,7 +262,8 @@ def _swiglu(gate, up, limit):
 
 @gluon.jit(do_not_specialize=["rows"])
 def down_kernel(
-    ids,
+    leaders,
+    members,
     hidden,
     shared_hidden,
     weight,
@@ -286,30 +285,30 @@ def down_kernel(
     CHUNK: gl.constexpr,
     SHARED_CHUNK: gl.constexpr,
     REPEAT: gl.constexpr,
-    MULTIPLY: gl.constexpr,
-    KEEP: gl.constexpr,
+    RECORDED: gl.constexpr,
 ):
     """Grid (H / 16 / WARPS (1 + pairs / REPEAT)), the shared expert's programs first; a warp has 16 outputs, and of a
-    routed expert REPEAT times 16, one behind the other. ids: [rows, TOPK] int32; hidden, shared_hidden: as the up
-    kernel leaves them, as int32 pairs; weight: [E, K_HELD / 64, 8 N_HELD] int32; scale: [E, K_HELD / 32, N_HELD] bytes as uint16 pairs; shared: [H,
-    I] e4m3 as int32; shared_scale: [H / 32, I / 32] uint8; routed_out: [pairs, H], shared_out: [rows, H] bfloat16."""
+    routed expert REPEAT times 16, one behind the other. leaders, members: see above; hidden, shared_hidden: as the up
+    kernel leaves them, as int32 pairs; weight: [E, K_HELD / 64, 8 N_HELD] int32; scale: [E, K_HELD / 32, N_HELD] bytes
+    as uint16 pairs; scale_2: [E] float32; shared: [H, I] e4m3 as int32; shared_scale: [H / 32, I / 32] uint8;
+    routed_out: [pairs, H], shared_out: [rows, H] bfloat16."""
     program = gl.program_id(0)
     SHARED: gl.constexpr = H // 16 // WARPS
     PROGRAMS: gl.constexpr = SHARED // REPEAT
     if program < SHARED:
         _shared_down(
             shared_hidden, shared, shared_scale, shared_out, rows, program * WARPS, H, I, SCALE, WARPS, SHARED_CHUNK,
-            KEEP,
         )  # fmt: skip
     else:
         program -= SHARED
+        leader = program // PROGRAMS
         # The routing was there before the launch ahead of this one let it start.
-        expert = _leads(ids, program // PROGRAMS, WARPS)
+        expert = gl.load(leaders + leader, cache_modifier=".cg")
         if expert >= 0:
             _routed_down(
-                ids, rows, hidden, weight, scale, scale_2, routed_out, expert, program // PROGRAMS,
+                members, hidden, weight, scale, scale_2, routed_out, leader, expert,
                 program % PROGRAMS * (WARPS * REPEAT), TOPK, H, I, I_HELD, N_HELD, K_HELD, SCALE, WARPS, CHUNK, REPEAT,
-                MULTIPLY, KEEP,
+                RECORDED,
             )  # fmt: skip
 
 
@@ -324,9 +323,9 @@ def _store_rows(first, second, c0, c1, c2, c3, has_first, has_second):
 
 @gluon.jit
 def _routed_down(
-    ids, rows, hidden, weight, scale, scale_2, out, expert, leader, first_tile, TOPK: gl.constexpr, H: gl.constexpr,
+    members, hidden, weight, scale, scale_2, out, leader, expert, first_tile, TOPK: gl.constexpr, H: gl.constexpr,
     I: gl.constexpr, I_HELD: gl.constexpr, N_HELD: gl.constexpr, K_HELD: gl.constexpr, SCALE: gl.constexpr,
-    WARPS: gl.constexpr, CHUNK: gl.constexpr, REPEAT: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr,
+    WARPS: gl.constexpr, CHUNK: gl.constexpr, REPEAT: gl.constexpr, RECORDED: gl.constexpr,
 ):  # fmt: skip
     """16 rows a warp, all columns, in chunks of CHUNK tiles, the next one's weights on their way while one is
     multiplied; then the next rows. The first weights do not wait."""
@@ -337,15 +336,13 @@ def _routed_down(
     weight += base * COLUMN
     scale += base * N_HELD
     at, groups = _down_rows(weight, scale, first_tile, WARPS)
-    w, s = _down_chunk(at, groups, 0, COLUMN, N_HELD, CHUNK, KEEP)
+    w, s = _down_chunk(at, groups, 0, COLUMN, N_HELD, CHUNK)
+    own = _members(members, leader, expert, RECORDED)
     warp, lane, word = _indices(vectors, WARPS, 4)
-    pair = _pair_of(ids, lane // 4, rows, expert, TOPK)
-    # Who did not choose the expert reads the leader's; nobody stores what becomes of it.
-    pair = gl.where(pair < 0, leader, pair)
+    pair = _pair_or(own, lane // 4, leader, TOPK, RECORDED)
     inputs = hidden + pair * (I_HELD // 2) + warp * 0 + lane % 4 * 8 + word
     warp, lane = _flat_indices(lanes, WARPS)
-    first = _pair_of(ids, lane % 4 * 2, rows, expert, TOPK)
-    second = _pair_of(ids, lane % 4 * 2 + 1, rows, expert, TOPK)
+    first, second = _pair(own, lane % 4 * 2, TOPK, RECORDED), _pair(own, lane % 4 * 2 + 1, TOPK, RECORDED)
     has_first, has_second = first >= 0, second >= 0
     row = (first_tile + warp) * 16 + lane // 4
     first, second = out + first * H + row, out + second * H + row
@@ -354,16 +351,14 @@ def _routed_down(
     for j in range(REPEAT - 1):
         next_at, next_groups = _down_rows(weight, scale, first_tile + (j + 1) * WARPS, WARPS)
         w, s, c0, c1, c2, c3 = _down_tile(
-            w, s, at, groups, next_at, next_groups, inputs, I, N_HELD, CHUNK, False, MULTIPLY, KEEP, WARPS, lanes
+            w, s, at, groups, next_at, next_groups, inputs, I, N_HELD, CHUNK, False, WARPS, lanes
         )
         offset = j * (16 * WARPS)
         _store_rows(
             first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, has_first, has_second
         )
         at, groups = next_at, next_groups
-    w, s, c0, c1, c2, c3 = _down_tile(
-        w, s, at, groups, at, groups, inputs, I, N_HELD, CHUNK, True, MULTIPLY, KEEP, WARPS, lanes
-    )
+    w, s, c0, c1, c2, c3 = _down_tile(w, s, at, groups, at, groups, inputs, I, N_HELD, CHUNK, True, WARPS, lanes)
     offset = (REPEAT - 1) * (16 * WARPS)
     _store_rows(
         first + offset, second + offset, c0 * factor, c1 * factor, c2 * factor, c3 * factor, has_first, has_second
@@ -385,7 +380,7 @@ def _down_rows(weight, scale, first_tile, WARPS: gl.constexpr):
 @gluon.jit
 def _down_tile(
     w, s, at, groups, next_at, next_groups, inputs, I: gl.constexpr, N_HELD: gl.constexpr, CHUNK: gl.constexpr,
-    LAST: gl.constexpr, MULTIPLY: gl.constexpr, KEEP: gl.constexpr, WARPS: gl.constexpr, lanes: gl.constexpr,
+    LAST: gl.constexpr, WARPS: gl.constexpr, lanes: gl.constexpr,
 ):  # fmt: skip
     """Sums over all columns of 16 rows, whose first chunk is w and s; the next rows' first chunk, unless LAST."""
     TILES: gl.constexpr = (I + 63) // 64
@@ -393,26 +388,26 @@ def _down_tile(
     c0 = gl.zeros((WARPS, 32), gl.float32, lanes)
     c1, c2, c3 = c0, c0, c0
     for start in range(CHUNK, TILES, CHUNK):
-        next_w, next_s = _down_chunk(at, groups, start, COLUMN, N_HELD, CHUNK, KEEP)
+        next_w, next_s = _down_chunk(at, groups, start, COLUMN, N_HELD, CHUNK)
         for i in gl.static_range(CHUNK):
             x = gl.load(inputs + (start - CHUNK + i) * 32)
             y = gl.load(inputs + (start - CHUNK + i) * 32 + 4)
-            c0, c1, c2, c3 = add_fp4(w[i], s[2 * i], s[2 * i + 1], x, y, c0, c1, c2, c3, True, MULTIPLY, WARPS, lanes)
+            c0, c1, c2, c3 = add_fp4(w[i], s[2 * i], s[2 * i + 1], x, y, c0, c1, c2, c3, True, WARPS, lanes)
         w, s = next_w, next_s
     next_w, next_s = w, s
     if not LAST:
-        next_w, next_s = _down_chunk(next_at, next_groups, 0, COLUMN, N_HELD, CHUNK, KEEP)
+        next_w, next_s = _down_chunk(next_at, next_groups, 0, COLUMN, N_HELD, CHUNK)
     for i in gl.static_range(CHUNK):
         c0, c1, c2, c3 = _last_tile(
             w[i], s[2 * i], s[2 * i + 1], inputs + (TILES - CHUNK + i) * 32, c0, c1, c2, c3,
-            (TILES - CHUNK + i) * 64 + 32 < I, MULTIPLY, WARPS, lanes,
+            (TILES - CHUNK + i) * 64 + 32 < I, WARPS, lanes,
         )  # fmt: skip
     return next_w, next_s, c0, c1, c2, c3
 
 
 @gluon.jit
 def _last_tile(
-    w, s, more_s, inputs, c0, c1, c2, c3, WHOLE: gl.constexpr, MULTIPLY: gl.constexpr, WARPS: gl.constexpr,
+    w, s, more_s, inputs, c0, c1, c2, c3, WHOLE: gl.constexpr, WARPS: gl.constexpr,
     lanes: gl.constexpr,
 ):  # fmt: skip
     """A tile that may end in the middle, where padding begins: nobody wrote inputs there."""
@@ -420,15 +415,15 @@ def _last_tile(
     more_x = x
     if WHOLE:
         more_x = gl.load(inputs + 4)
-    return add_fp4(w, s, more_s, x, more_x, c0, c1, c2, c3, WHOLE, MULTIPLY, WARPS, lanes)
+    return add_fp4(w, s, more_s, x, more_x, c0, c1, c2, c3, WHOLE, WARPS, lanes)
 
 
 @gluon.jit
-def _down_chunk(at, groups, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr):
+def _down_chunk(at, groups, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, CHUNK: gl.constexpr):
     """Asks for the weights and scales of CHUNK tiles of columns."""
     w, s = (), ()
     for i in gl.static_range(CHUNK):
-        w = w + (gl.load(at + (start + i) * COLUMN, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
+        w = w + (gl.load(at + (start + i) * COLUMN),)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(2 * CHUNK):
         s = s + (gl.load(groups + (2 * start + i) * (N_HELD // 2)).to(gl.int32),)  # type: ignore[assignment]  # noqa: RUF005
     return w, s
@@ -437,7 +432,7 @@ def _down_chunk(at, groups, start, COLUMN: gl.constexpr, N_HELD: gl.constexpr, C
 @gluon.jit
 def _shared_down(
     hidden, shared, shared_scale, out, rows, first_tile, H: gl.constexpr, I: gl.constexpr, SCALE: gl.constexpr,
-    WARPS: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr,
+    WARPS: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """16 rows a warp, all columns, in chunks of CHUNK blocks."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
@@ -448,14 +443,14 @@ def _shared_down(
     flat_warp, flat_lane = _flat_indices(lanes, WARPS)
     at = shared + ((first_tile + warp) * 16 + lane // 4) * (I // 4) + lane % 4 * 2 + word
     factors = shared_scale + (first_tile + flat_warp) // 2 * BLOCKS + flat_lane * 0
-    first, second, s = _shared_down_chunk(at, factors, 0, I, CHUNK, KEEP)
+    first, second, s = _shared_down_chunk(at, factors, 0, I, CHUNK)
     wait()
     warp, lane, word = _indices(vectors, WARPS, 4)
     inputs = hidden + gl.minimum(lane // 4, rows - 1) * (I // 2) + warp * 0 + lane % 4 * 4 + word
     c0 = gl.zeros((WARPS, 32), gl.float32, lanes)
     c1, c2, c3 = c0, c0, c0
     for start in range(CHUNK, BLOCKS, CHUNK):
-        next_first, next_second, next_s = _shared_down_chunk(at, factors, start, I, CHUNK, KEEP)
+        next_first, next_second, next_s = _shared_down_chunk(at, factors, start, I, CHUNK)
         for i in gl.static_range(CHUNK):
             x = gl.load(inputs + (start - CHUNK + i) * 16)
             c0, c1, c2, c3 = add_fp8(first[i], second[i], x, s[i], s[i], c0, c1, c2, c3, WARPS, lanes)
@@ -469,13 +464,13 @@ def _shared_down(
 
 
 @gluon.jit
-def _shared_down_chunk(at, factors, start, I: gl.constexpr, CHUNK: gl.constexpr, KEEP: gl.constexpr):
+def _shared_down_chunk(at, factors, start, I: gl.constexpr, CHUNK: gl.constexpr):
     """Asks for the weights and scales of CHUNK blocks of 32 columns."""
     first, second, s = (), (), ()
     for i in gl.static_range(CHUNK):
         block = at + (start + i) * 8
-        first = first + (gl.load(block, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
-        second = second + (gl.load(block + 2 * I, eviction_policy=KEEP),)  # type: ignore[assignment]  # noqa: RUF005
+        first = first + (gl.load(block),)  # type: ignore[assignment]  # noqa: RUF005
+        second = second + (gl.load(block + 2 * I),)  # type: ignore[assignment]  # noqa: RUF005
     for i in gl.static_range(CHUNK):
         s = s + (gl.load(factors + start + i),)  # type: ignore[assignment]  # noqa: RUF005
     return first, second, s

@@ -80,54 +80,34 @@ def widen_fp8(word):
 
 
 @gluon.jit
-def widen_fp4(word, low_table, high_table, MULTIPLY: gl.constexpr):
+def widen_fp4(word, low_table, high_table):
     """A word of eight codes as four pairs of float16: columns 0 and 2, 1 and 3 of the first 16, then of the second.
 
     Looks the magnitudes up as bytes, four at a time, and adds the signs where the layout keeps them; see
-    `moe.expert_layout`, 4. Bytes are then moved to the upper halves by permutations, or, with MULTIPLY, of each two
-    pairs one by masking and one by multiplying what is left: the multiplier's pipe is free, the permuter's is not.
+    `moe.expert_layout`, 4. Bytes are then moved to the upper halves, of each two pairs
+    one by masking and one by multiplying what is left: the multiplier's pipe is free, the permuter's is not. The loop
+    over four tiles of gate and up has 292 instructions of the integer pipe so, with permutations alone 356.
     """
-    if MULTIPLY:
-        pairs = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, rest;
-            and.b32 rest, $4, 0x77777777;
-            prmt.b32 low, $5, $6, rest;
-            shr.u32 rest, rest, 16;
-            prmt.b32 high, $5, $6, rest;
-            shl.b32 rest, $4, 4;
-            lop3.b32 low, rest, 0x80808080, low, 0xEA;
-            lop3.b32 high, $4, 0x80808080, high, 0xEA;
-            and.b32 $1, low, 0xFF00FF00;
-            mul.lo.u32 rest, $1, 0xFFFFFF00;
-            mad.lo.u32 $0, low, 256, rest;
-            and.b32 $3, high, 0xFF00FF00;
-            mul.lo.u32 rest, $3, 0xFFFFFF00;
-            mad.lo.u32 $2, high, 256, rest;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [word, low_table, high_table],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        pairs = gl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, rest;
-            and.b32 rest, $4, 0x77777777;
-            prmt.b32 low, $5, $6, rest;
-            shr.u32 rest, rest, 16;
-            prmt.b32 high, $5, $6, rest;
-            shl.b32 rest, $4, 4;
-            lop3.b32 low, rest, 0x80808080, low, 0xEA;
-            lop3.b32 high, $4, 0x80808080, high, 0xEA;
-            prmt.b32 $0, low, 0, 0x2404;
-            prmt.b32 $1, low, 0, 0x3414;
-            prmt.b32 $2, high, 0, 0x2404;
-            prmt.b32 $3, high, 0, 0x3414;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [word, low_table, high_table],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    return pairs
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, rest;
+        and.b32 rest, $4, 0x77777777;
+        prmt.b32 low, $5, $6, rest;
+        shr.u32 rest, rest, 16;
+        prmt.b32 high, $5, $6, rest;
+        shl.b32 rest, $4, 4;
+        lop3.b32 low, rest, 0x80808080, low, 0xEA;
+        lop3.b32 high, $4, 0x80808080, high, 0xEA;
+        and.b32 $1, low, 0xFF00FF00;
+        mul.lo.u32 rest, $1, 0xFFFFFF00;
+        mad.lo.u32 $0, low, 256, rest;
+        and.b32 $3, high, 0xFF00FF00;
+        mul.lo.u32 rest, $3, 0xFFFFFF00;
+        mad.lo.u32 $2, high, 256, rest;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r", [word, low_table, high_table],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -140,29 +120,29 @@ def quad_column(column):
 
 
 @gluon.jit
-def _half_tile(first, second, scales, x0, x1, x2, x3, c0, c1, c2, c3, MULTIPLY: gl.constexpr):
+def _half_tile(first, second, scales, x0, x1, x2, x3, c0, c1, c2, c3):
     """32 columns: a word of row g, one of row g + 8, the scales of both in one number, low byte first."""
     own = scales & 0xFF
-    a0, a2, b0, b2 = widen_fp4(first, own * STEP_LOW + TABLE_LOW, own * STEP_HIGH + TABLE_HIGH, MULTIPLY)
+    a0, a2, b0, b2 = widen_fp4(first, own * STEP_LOW + TABLE_LOW, own * STEP_HIGH + TABLE_HIGH)
     own = scales >> 8
-    a1, a3, b1, b3 = widen_fp4(second, own * STEP_LOW + TABLE_LOW, own * STEP_HIGH + TABLE_HIGH, MULTIPLY)
+    a1, a3, b1, b3 = widen_fp4(second, own * STEP_LOW + TABLE_LOW, own * STEP_HIGH + TABLE_HIGH)
     c0, c1, c2, c3 = mma_float16(a0, a1, a2, a3, x0, x1, c0, c1, c2, c3)
     return mma_float16(b0, b1, b2, b3, x2, x3, c0, c1, c2, c3)
 
 
 @gluon.jit
 def add_fp4(
-    weight, scales, more_scales, x, more_x, c0, c1, c2, c3, WHOLE: gl.constexpr, MULTIPLY: gl.constexpr,
+    weight, scales, more_scales, x, more_x, c0, c1, c2, c3, WHOLE: gl.constexpr,
     WARPS: gl.constexpr, lanes: gl.constexpr,
 ):  # fmt: skip
     """Adds a packed tile of 64 columns, or the first 32 of them where it is not WHOLE. weight: its words, [WARPS, 32,
     4]; x: a lane's input, first and second half."""
     w0, w1, w2, w3 = four_words(weight, WARPS, lanes)
     x0, x1, x2, x3 = four_words(x, WARPS, lanes)
-    c0, c1, c2, c3 = _half_tile(w0, w1, scales, x0, x1, x2, x3, c0, c1, c2, c3, MULTIPLY)
+    c0, c1, c2, c3 = _half_tile(w0, w1, scales, x0, x1, x2, x3, c0, c1, c2, c3)
     if WHOLE:
         x0, x1, x2, x3 = four_words(more_x, WARPS, lanes)
-        c0, c1, c2, c3 = _half_tile(w2, w3, more_scales, x0, x1, x2, x3, c0, c1, c2, c3, MULTIPLY)
+        c0, c1, c2, c3 = _half_tile(w2, w3, more_scales, x0, x1, x2, x3, c0, c1, c2, c3)
     return c0, c1, c2, c3
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, quad_column, wait
 
 
-@gluon.jit(do_not_specialize=["rows", "first_pieces", "second_pieces"])
+@gluon.jit(do_not_specialize=["rows"])
 def front_kernel(
     x,
     x_pairs,
@@ -19,11 +19,8 @@ def front_kernel(
     plain,
     quads,
     factors,
-    first,
-    second,
+    members,
     rows,
-    first_pieces,
-    second_pieces,
     K: gl.constexpr,
     PADDED: gl.constexpr,
     EXPERTS: gl.constexpr,
@@ -31,30 +28,20 @@ def front_kernel(
     WARPS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """Grid (EXPERTS / 16 SPLITS + rows + programs), one row of the input a program, and at the end those that bring
-    the shared expert's weights `first` and `second`, so many pieces of 1 KB, into the second-level cache: memory has
-    nothing else to do until experts are chosen. 32 WARPS pieces a program. x: [rows, K] bfloat16, x_pairs the
+    """Grid (EXPERTS / 16 SPLITS + rows), one row of the input a program at the end. x: [rows, K] bfloat16, x_pairs the
     same as int32; gate: [EXPERTS, K] bfloat16 as int32 pairs; partial: [SPLITS, rows, EXPERTS] float32; plain, quads
-    and factors: see `_as_float16`. WARPS BLOCKS SPLITS blocks of 32 columns are K."""
+    and factors: see `_as_float16`; members: [EXPERTS] int64, zero afterwards. WARPS BLOCKS SPLITS blocks of 32 columns
+    are K."""
     program = gl.program_id(0)
     if program < EXPERTS // 16 * SPLITS:
-        _logits(x_pairs, gate, partial, rows, program, K, EXPERTS, SPLITS, WARPS, BLOCKS)
+        _logits(x_pairs, gate, partial, members, rows, program, K, EXPERTS, SPLITS, WARPS, BLOCKS)
     else:
-        program -= EXPERTS // 16 * SPLITS
-        if program < rows:
-            _as_float16(x, plain, quads, factors, program, K, PADDED, WARPS)
-        else:
-            program -= rows
-            first_programs = (first_pieces + 32 * WARPS - 1) // (32 * WARPS)
-            if program < first_programs:
-                _bring(first, program, first_pieces, WARPS)
-            else:
-                _bring(second, program - first_programs, second_pieces, WARPS)
+        _as_float16(x, plain, quads, factors, program - EXPERTS // 16 * SPLITS, K, PADDED, WARPS)
 
 
 @gluon.jit
 def _logits(
-    x, gate, partial, rows, program, K: gl.constexpr, EXPERTS: gl.constexpr, SPLITS: gl.constexpr,
+    x, gate, partial, members, rows, program, K: gl.constexpr, EXPERTS: gl.constexpr, SPLITS: gl.constexpr,
     WARPS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Sixteen experts, a part of the columns."""
@@ -71,6 +58,10 @@ def _logits(
         first = first + (gl.load(own + i * 16),)  # type: ignore[assignment]  # noqa: RUF005
         second = second + (gl.load(own + 4 * K + i * 16),)  # type: ignore[assignment]  # noqa: RUF005
     wait()
+    if split == 0:
+        flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        expert = tile * 16 + gl.arange(0, 16, flat)
+        gl.store(members + expert, gl.zeros((16,), gl.int64, flat))
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
     inputs = x + gl.minimum(lane // 4, rows - 1) * (K // 2) + start
     c0 = gl.zeros((WARPS, 32), gl.float32, lanes)
@@ -109,14 +100,3 @@ def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.const
     gl.store(plain + row * K + column, halves, inside)
     gl.store(quads + row * K + quad_column(column), halves, inside)
     gl.store(factors + row, ((254 - exponent) << 23).to(gl.float32, bitcast=True))
-
-
-@gluon.jit
-def _bring(weight, program, count, WARPS: gl.constexpr):
-    """A piece of 1 KB a lane of `count`, the last one for lanes that have none."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    piece = gl.minimum(program * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout), count - 1)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
-        "=r,l", [weight + piece * 256], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

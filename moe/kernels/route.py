@@ -1,4 +1,4 @@
-"""Routing: top-k experts of every row out of the gate's partial sums."""
+"""Routing: top-k experts of every row out of the gate's partial sums, and who else chose them."""
 
 import triton
 import triton.language as tl
@@ -16,6 +16,8 @@ def route_kernel(
     input_ids,
     ids,
     weights,
+    leaders,
+    members,
     rows,
     scaling,
     FIRST_IMAGE: tl.constexpr,
@@ -24,10 +26,12 @@ def route_kernel(
     SPLITS: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
+    RECORDED: tl.constexpr,
 ):
     """Grid (rows). partial: [SPLITS, rows, EXPERTS] float32, logits summed over the splits; bias, image_bias: [EXPERTS]
     float32, the second for five ids from FIRST_IMAGE on, unless that is 0; input_ids: [rows] int64; ids: [rows, TOPK]
-    int32 and weights: [rows, TOPK] float32."""
+    int32 and weights: [rows, TOPK] float32. leaders and members, with RECORDED: see `experts`; members are zero at
+    first."""
     row = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     inside = expert < EXPERTS
@@ -46,6 +50,10 @@ def route_kernel(
     slot = tl.arange(0, TOPK_PADDED)
     tl.store(ids + row * TOPK + slot, chosen, slot < TOPK)
     tl.store(weights + row * TOPK + slot, own_weights, slot < TOPK)
+    if RECORDED:
+        own = (slot + 1).to(tl.int64) << (8 * row)
+        earlier = tl.atomic_add(members + chosen, own, slot < TOPK, sem="relaxed")
+        tl.store(leaders + row * TOPK + slot, tl.where(earlier == 0, chosen, -1), slot < TOPK)
 
 
 @triton.jit

@@ -111,9 +111,10 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     assert bool(torch.as_tensor(same).all()), "found different values for the same place"
 
 
-def atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
-    before = load(pointer)
-    store(pointer, Value(before.data + value))
+def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Value:
+    """Of places that differ."""
+    before = load(pointer, mask)
+    store(pointer, Value(before.data + raw(value)), mask)
     return before
 
 

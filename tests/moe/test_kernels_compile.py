@@ -27,20 +27,19 @@ WARPS_HELD = 16
 
 FRONT = {
     "x": "*bf16", "x_pairs": "*i32", "gate": "*i32", "partial": "*fp32", "plain": "*fp16", "quads": "*fp16",
-    "factors": "*fp32", "first": "*i32", "second": "*i32", "rows": "i32",
-    "first_pieces": "i32", "second_pieces": "i32",
+    "factors": "*fp32", "members": "*i64", "rows": "i32",
 }  # fmt: skip
 ROUTE = {
     "partial": "*fp32", "bias": "*fp32", "image_bias": "*fp32", "input_ids": "*i64", "ids": "*i32",
-    "weights": "*fp32", "rows": "i32", "scaling": "fp32",
+    "weights": "*fp32", "leaders": "*i32", "members": "*i64", "rows": "i32", "scaling": "fp32",
 }  # fmt: skip
 WEIGHTS = {"weight": "*i32", "scale": "*u16", "scale_2": "*fp32", "shared": "*i32", "shared_scale": "*u8"}
 UP = {
-    "ids": "*i32", "quads": "*i32", "plain": "*i32", "factors": "*fp32", **WEIGHTS, "hidden": "*fp16",
-    "shared_hidden": "*fp16", "rows": "i32", "limit": "fp32",
+    "leaders": "*i32", "members": "*i64", "quads": "*i32", "plain": "*i32", "factors": "*fp32", **WEIGHTS,
+    "hidden": "*fp16", "shared_hidden": "*fp16", "rows": "i32", "limit": "fp32",
 }  # fmt: skip
 DOWN = {
-    "ids": "*i32", "hidden": "*i32", "shared_hidden": "*i32", **WEIGHTS, "routed_out": "*bf16",
+    "leaders": "*i32", "members": "*i64", "hidden": "*i32", "shared_hidden": "*i32", **WEIGHTS, "routed_out": "*bf16",
     "shared_out": "*bf16", "rows": "i32",
 }  # fmt: skip
 
@@ -62,7 +61,7 @@ def variants() -> dict[str, Variant]:
     found: dict[str, Variant] = {}
     for rows in range(1, tuning.MAX_ROWS + 1):
         launches = {"front": _front()}
-        launches |= {f"route, image {image}": _route(image) for image in (0, 129264)}
+        launches |= {f"route, image {image}": _route(image, rows) for image in (0, 129264)}
         launches |= {f"up, width {width}": _up(width, rows) for width in WIDTHS}
         launches |= {f"down, width {width}": _down(width, rows) for width in WIDTHS}
         for name, variant in launches.items():
@@ -81,11 +80,12 @@ def _front() -> Variant:
     return Variant(front_kernel, FRONT, constants, tuning.FRONT_WARPS, 4)
 
 
-def _route(image: int) -> Variant:
+def _route(image: int, rows: int) -> Variant:
     cut = tuning.front(HIDDEN)
     assert cut is not None
     constants = {
         "EXPERTS": EXPERTS, "SPLITS": cut.splits, "FIRST_IMAGE": image, "PADDED": 512, "TOPK": TOPK, "TOPK_PADDED": 8,
+        "RECORDED": rows > 1,
     }  # fmt: skip
     return Variant(route_kernel, ROUTE, constants, tuning.ROUTE_WARPS, 1)
 
@@ -96,7 +96,7 @@ def _up(width: int, rows: int) -> Variant:
     constants = {
         "TOPK": TOPK, "K": HIDDEN, "I": width, "I_HELD": held, "N_HELD": w13.rows, "FIRST_UP": held,
         "SCALE": tuning.activation_scale(10.0), "WARPS": cut.warps, "CHUNK": cut.tiles, "SHARED_CHUNK": cut.blocks,
-        "MULTIPLY": tuning.MULTIPLY, "KEEP": tuning.KEEP,
+        "RECORDED": rows > 1,
     }  # fmt: skip
     return Variant(up_kernel, UP, constants, cut.warps, WARPS_HELD // cut.warps, tuning.REGISTERS)
 
@@ -106,7 +106,7 @@ def _down(width: int, rows: int) -> Variant:
     constants = {
         "TOPK": TOPK, "H": HIDDEN, "I": width, "I_HELD": shard_width(width), "N_HELD": w2.rows, "K_HELD": w2.columns,
         "SCALE": tuning.activation_scale(10.0), "WARPS": cut.warps, "CHUNK": cut.tiles, "SHARED_CHUNK": cut.blocks,
-        "REPEAT": cut.repeat, "MULTIPLY": tuning.MULTIPLY, "KEEP": tuning.KEEP,
+        "REPEAT": cut.repeat, "RECORDED": rows > 1,
     }  # fmt: skip
     return Variant(down_kernel, DOWN, constants, cut.warps, WARPS_HELD // cut.warps)
 
@@ -194,4 +194,3 @@ def test_every_step_waits_and_lets_go() -> None:
     for start in ("front", "route", "up", "down"):
         ptx = compiled(next(name for name in VARIANTS if name.startswith(start)), 90).asm["ptx"]
         assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
-        assert ("cp.async.bulk.prefetch.L2" in ptx) == (start == "front")
