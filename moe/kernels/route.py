@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# What NaN counts as in a selection.
+# What NaN counts as in a selection, and the least that a score and bias can be.
 LOWEST = tl.constexpr(-1e30)
 IMAGE_IDS = tl.constexpr(5)
 
@@ -64,7 +64,8 @@ def select(logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl
     """
     scores = tl.sqrt(tl.where(logits > 20.0, logits, tl.log(1.0 + tl.exp(logits))))
     left = scores + bias
-    left = tl.where(inside, tl.where(left == left, left, LOWEST), -float("inf"))
+    # Above what is taken or not there, so that experts are distinct whatever their biases are.
+    left = tl.where(inside, tl.where(left >= LOWEST, left, LOWEST), -float("inf"))
     slot = tl.arange(0, TOPK_PADDED)
     chosen = tl.zeros((TOPK_PADDED,), tl.int32)
     weights = tl.zeros((TOPK_PADDED,), tl.float32)

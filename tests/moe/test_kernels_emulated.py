@@ -185,7 +185,7 @@ def select(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([one[0].data[:TOPK] for one in found]), torch.stack([one[1].data[:TOPK] for one in found])
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "infinities", "NaN"])
+@pytest.mark.parametrize("kind", ["random", "ties", "infinities", "NaN", "barred"])
 def test_selection(kind: str) -> None:
     """Against the reference: ties go to the lower id, NaN loses."""
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +197,8 @@ def test_selection(kind: str) -> None:
     if kind == "NaN":
         logits[torch.rand(64, 48, generator=generator) < 0.5] = math.nan
         logits[0] = math.nan
+    if kind == "barred":
+        bias[3:] = -math.inf
     ids, weights = select(logits, bias)
     expected, expected_weights = reference.select_experts(logits, bias, None, torch.zeros(64), TOPK, 1.5)
     assert torch.equal(ids, expected)
