@@ -138,6 +138,15 @@ def _routed_up(
     own = _members(members, leader, expert, RECORDED)
     pair = _pair_or(own, lane // 4, leader, TOPK, RECORDED)
     inputs = quads + pair // TOPK * (K // 2) + warp * TILES * 32 + lane % 4 * 8 + word
+    out: gl.constexpr = gl.BlockedLayout([1, 1, 1], [32, 1, 1], [1, min(WARPS, 2), max(WARPS // 2, 1)], [2, 1, 0])
+    # [lane, row of 2, token of 2]
+    lane = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, out)))[:, None, None]
+    place = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, out)))[None, :, None]
+    parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
+    token = lane % 4 * 2 + parity
+    # Asked for ahead where there are registers for it: a lane of fewer warps stores more.
+    if WARPS >= 4:
+        pair, factor = _pair_and_factor(own, factors, scale_2 + expert, token, TOPK, RECORDED)
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
     for start in range(CHUNK, TILES, CHUNK):
@@ -146,21 +155,22 @@ def _routed_up(
         g, u, s, t = next_g, next_u, next_s, next_t
     sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, WARPS, lanes)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
+    if WARPS < 4:
+        pair, factor = _pair_and_factor(own, factors, scale_2 + expert, token, TOPK, RECORDED)
     gates = gl.join(gl.join(a0, a2), gl.join(a1, a3))
     ups = gl.join(gl.join(b0, b2), gl.join(b1, b3))
-    out: gl.constexpr = gl.BlockedLayout([1, 1, 1], [32, 1, 1], [1, min(WARPS, 2), max(WARPS // 2, 1)], [2, 1, 0])
     gate, up = gl.split(gl.sum(gl.join(gates, ups), 0))
     gate, up = gl.convert_layout(gate, out), gl.convert_layout(up, out)
-    # [lane, row of 2, token of 2]
-    lane = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, out)))[:, None, None]
-    place = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, out)))[None, :, None]
-    parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
-    token = lane % 4 * 2 + parity
-    pair = _pair(own, token, TOPK, RECORDED)
-    factor = gl.load(scale_2 + expert) * 2.0**SCALE_BIAS * gl.load(factors + token, pair >= 0, other=0.0)
     column = quad_column(tile * 16 + place * 8 + lane // 4)
     result = _swiglu(gate * factor, up * factor, limit) * SCALE
     gl.store(hidden + pair * I_HELD + column, result.to(gl.float16), pair >= 0)
+
+
+@gluon.jit
+def _pair_and_factor(own, factors, scale_2, token, TOPK: gl.constexpr, RECORDED: gl.constexpr):
+    """A token's pair, or -1, and what its sums are multiplied by."""
+    pair = _pair(own, token, TOPK, RECORDED)
+    return pair, gl.load(scale_2) * 2.0**SCALE_BIAS * gl.load(factors + token, pair >= 0, other=0.0)
 
 
 @gluon.jit
