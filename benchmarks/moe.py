@@ -1,8 +1,8 @@
 """One layer's low-batch MoE in CUDA graphs, at the widths of a rank, from the normed input to unfinalized rows.
 
 `python -m benchmarks.moe` on one GPU writes benchmarks/results/moe_h200.json: the MoE kernels, and vLLM's router,
-routed and shared experts on the same weights where vLLM can be imported, in turn in one run. Stock finalizes, on one stream.
-Needs the checkout's tests beside it, whose layers it takes.
+routed and shared experts on the same weights where vLLM can be imported, in turn in one run. Stock finalizes, on one
+stream. Needs the checkout's tests beside it, whose layers it takes.
 """
 
 import json

@@ -145,7 +145,8 @@ def _routed_up(
     parity = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, out)))[None, None, :]
     token = lane % 4 * 2 + parity
     # Asked for ahead where there are registers for it: a lane of fewer warps stores more.
-    if WARPS >= 4:
+    AHEAD: gl.constexpr = WARPS >= 4 and not RECORDED
+    if AHEAD:
         pair, factor = _pair_and_factor(own, factors, scale_2 + expert, token, TOPK, RECORDED)
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = (zero, zero, zero, zero, zero, zero, zero, zero)
@@ -155,7 +156,7 @@ def _routed_up(
         g, u, s, t = next_g, next_u, next_s, next_t
     sums = _add_up_chunk(g, u, s, t, inputs + (TILES - CHUNK) * 32, sums, CHUNK, WARPS, lanes)
     a0, a1, a2, a3, b0, b1, b2, b3 = sums
-    if WARPS < 4:
+    if not AHEAD:
         pair, factor = _pair_and_factor(own, factors, scale_2 + expert, token, TOPK, RECORDED)
     gates = gl.join(gl.join(a0, a2), gl.join(a1, a3))
     ups = gl.join(gl.join(b0, b2), gl.join(b1, b3))

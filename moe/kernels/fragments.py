@@ -84,9 +84,10 @@ def widen_fp4(word, low_table, high_table):
     """A word of eight codes as four pairs of float16: columns 0 and 2, 1 and 3 of the first 16, then of the second.
 
     Looks the magnitudes up as bytes, four at a time, and adds the signs where the layout keeps them; see
-    `moe.expert_layout`, 4. Bytes are then moved to the upper halves, of each two pairs
-    one by masking and one by multiplying what is left: the multiplier's pipe is free, the permuter's is not. The loop
-    over four tiles of gate and up has 292 instructions of the integer pipe so, with permutations alone 356.
+    `moe.expert_layout`, 4. Bytes are then moved to the upper halves, of
+    each two pairs one by masking and one by multiplying what is left: the multiplier's pipe is free, the permuter's is
+    not. The loop over four tiles of gate and up has 292 instructions of the integer pipe so, with permutations alone
+    356.
     """
     return gl.inline_asm_elementwise(
         """{
