@@ -53,18 +53,19 @@ class Up(NamedTuple):
 
 # Registers of a thread of the first GEMM at most, so that 16 warps fit a multiprocessor.
 REGISTERS = 128
-# Warps and column tiles, for one row and for more.
-UP_ONE, UP_MANY = (4, 4), (2, 4)
+# Warps and column tiles, for one row, for more, and for seven and eight.
+UP_ONE, UP_MANY, UP_MOST = (4, 4), (2, 4), (1, 4)
+FEWEST_OF_MOST = 7
 
 
 def up(hidden: int, rows: int) -> Up | None:
     """The first GEMM's cut; None where the columns do not divide.
 
     One row has too few programs to fill the GPU: more warps share a program's columns. With more rows all programs run
-    at once if they are small. At 1 row 14.3 us with 4 warps, 15.0 with 2, and the whole step 26.6 and 28.7; at 8 rows
-    56.1 and 51.2. Not measured: 2 and 3 rows.
+    at once if they are small. The whole MoE on an H200, width 576, with 4, 2 and 1 warps: 26.1, 27.3 and 35.8 us at 1
+    row, 51.1, 45.0 and 50.1 at 4, and at 8 rows 78.6 with 2 and 75.2 with 1 (2026-11-30). Not measured: 5 to 7 rows.
     """
-    most, chunk = UP_ONE if rows == 1 else UP_MANY
+    most, chunk = UP_ONE if rows == 1 else UP_MANY if rows < FEWEST_OF_MOST else UP_MOST
     tiles = hidden // COLUMN_TILE
     for warps in (most, 2, 1):
         if hidden % COLUMN_TILE == 0 and tiles % warps == 0:
@@ -83,7 +84,7 @@ class Down(NamedTuple):
 
 
 # Warps, most tiles, most blocks and repeats: of one row, by the width up to which, and of more rows.
-DOWN_ONE, DOWN_MANY = {288: (4, 3, 3, 4), 576: (4, 9, 9, 1)}, (4, 3, 3, 1)
+DOWN_ONE, DOWN_MANY = {576: (4, 9, 9, 1)}, (4, 3, 3, 1)
 # Of one row, of wider shards, which have no registers for nine tiles twice.
 DOWN_WIDE = (4, 3, 6, 1)
 
@@ -91,9 +92,9 @@ DOWN_WIDE = (4, 3, 6, 1)
 def down(hidden: int, width: int, rows: int) -> Down:
     """The second GEMM's cut.
 
-    The whole step at 1 row: 26.2 us with chunks of 9 tiles and 9 blocks, 26.5 with 3 and 6; of width 288 21.9 with four
-    times the rows a warp, 22.7 without. This launch at 8 rows: 25.4 with chunks of 3 and 3, 29.9 with 9 and 9. Not
-    measured: wider shards, and 2 to 7 rows.
+    The whole MoE on an H200 at 1 row: 25.9 us with chunks of 9 tiles and 9 blocks, 26.1 with 3 and 3; of width 288 19.7
+    and 20.5, 22.4 with four times the rows a warp. This launch at 2, 4 and 8 rows: 8.1, 13.8 and 24.4 us with chunks of
+    3 and 3, 9.4, 15.7 and 28.0 with 9 and 9 (2026-11-30). Not measured: wider shards.
     """
     one = next((cut for widest, cut in DOWN_ONE.items() if width <= widest), DOWN_WIDE)
     warps, most_tiles, most_blocks, repeat = one if rows == 1 else DOWN_MANY
