@@ -5,7 +5,6 @@ vLLM's FlashMLA op, where vLLM is installed, replay in turn in one run. vLLM is 
 and its ops alone and is not needed. `--sweep` times every cut of a launch instead, for `attention/mla_tuning.py`.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.results import FOLDER, commit
+from benchmarks.results import FOLDER, write_gpu_result
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused_mla import RECORD, FusedSparseMla, FusedTables
 
@@ -317,19 +316,8 @@ def main(
         runs.append({"rows": rows, "layers": layers.chain, "caches": len(layers.attn), "us": us})
     if sweep:
         return
-    result = {
-        "benchmark": name,
-        "kind": "attention_mla",
-        "commit": given or commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "heads": heads,
-        "context": context,
-        "replays": replays,
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fields = {"heads": heads, "context": context, "replays": replays, "runs": runs}
+    write_gpu_result(out / f"{name}.json", "attention_mla", given, fields)
 
 
 if __name__ == "__main__":

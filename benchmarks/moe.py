@@ -15,7 +15,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.results import FOLDER, commit
+from benchmarks.results import FOLDER, write_gpu_result
 from specialized_decode.moe.fused import FusedMoE
 from tests.helpers.held_moe import HeldMoE, held_moe, inputs
 
@@ -276,21 +276,11 @@ def main(
                 run = measure(layers, rows, skewed, stock, replays)
                 runs.append(run)
                 click.echo(json.dumps(run))
+                # Anew after each: a time limit then loses no run.
+                fields = {"hidden_size": HIDDEN, "experts": EXPERTS, "layers": LAYERS, "runs": runs}
+                write_gpu_result(out / f"{name}.json", "moe", given, fields)
         del layers, stock
         torch.cuda.empty_cache()
-    result = {
-        "benchmark": name,
-        "kind": "moe",
-        "commit": given or commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "hidden_size": HIDDEN,
-        "experts": EXPERTS,
-        "layers": LAYERS,
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
