@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import FOLDER, write_gpu_result
+from benchmarks.timing import replayed
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused_mla import RECORD, FusedSparseMla, FusedTables
 
@@ -237,19 +238,8 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def interleaved(chains: dict[str, Callable[[], object]], count: int, replays: int) -> Times:
     """All graphs replay in turn; microseconds of one of `count` layers."""
-    graphs = {name: capture(run) for name, run in chains.items()}
-    times: Times = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, graph in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / count)
-    return times
+    graphs = {name: (capture(run), count) for name, run in chains.items()}
+    return replayed(graphs, replays)
 
 
 def cuts(layers: Layers) -> dict[str, Callable[[], object]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.results import FOLDER, commit
+from benchmarks.timing import replayed
 from specialized_decode.boundary import CudaSideStream
 from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
@@ -140,20 +141,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def interleaved(chains: dict[str, tuple[Callable[[], object], int]], replays: int) -> Times:
     """chains: what is captured and how many boundaries it has. All graphs replay in turn; microseconds a boundary."""
     graphs = {name: (capture(run), count) for name, (run, count) in chains.items()}
-    times: Times = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, (graph, count) in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if dist.is_initialized():
-                dist.barrier()
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / count)
-    return times
+    return replayed(graphs, replays, dist.barrier if dist.is_initialized() else lambda: None)
 
 
 # --- chains -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import FOLDER, write_gpu_result
+from benchmarks.timing import replayed
 from specialized_decode.moe.fused import FusedMoE
 from tests.helpers.held_moe import HeldMoE, held_moe, inputs
 
@@ -214,18 +215,7 @@ def interleaved(steps: dict[str, Step], replays: int) -> dict[str, list[float]]:
         with torch.cuda.graph(graphs[name], capture_error_mode="thread_local"):
             kept = [step(number) for number in range(CHAIN)]
         del kept
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, graph in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / CHAIN)
-    return times
+    return replayed({name: (graph, CHAIN) for name, graph in graphs.items()}, replays)
 
 
 def measure(layers: Layers, rows: int, skewed: bool, stock: Stock | None, replays: int) -> dict[str, Any]:

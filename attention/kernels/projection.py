@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
+
 
 @gluon.jit
 def _launch_next():
@@ -58,41 +60,17 @@ def _widen(word):
 
 
 @gluon.jit
-def _mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-    """mma.m16n8k16 over the lanes of each warp."""
-    return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _words(vector, WARPS: gl.constexpr, lanes: gl.constexpr):
-    """[WARPS, 32, 4] -> its four words, [WARPS, 32] each; all stay with their thread."""
-    even, odd = gl.split(gl.reshape(vector, (WARPS, 32, 2, 2)))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return (
-        gl.convert_layout(first, lanes),
-        gl.convert_layout(second, lanes),
-        gl.convert_layout(third, lanes),
-        gl.convert_layout(fourth, lanes),
-    )
-
-
-@gluon.jit
 def _block(weight, x, scale, c, WARPS: gl.constexpr, lanes: gl.constexpr):
     """Adds 32 columns to the four sums of a tile: two multiplications, and their scale."""
-    w0, w1, w2, w3 = _words(weight, WARPS, lanes)
-    x0, x1, x2, x3 = _words(x, WARPS, lanes)
+    w0, w1, w2, w3 = four_words(weight, WARPS, lanes)
+    x0, x1, x2, x3 = four_words(x, WARPS, lanes)
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     a0, a2 = _widen(w0)
     a1, a3 = _widen(w1)
-    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x0, x1, zero, zero, zero, zero)
+    p0, p1, p2, p3 = mma_bfloat16(a0, a1, a2, a3, x0, x1, zero, zero, zero, zero)
     a0, a2 = _widen(w2)
     a1, a3 = _widen(w3)
-    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x2, x3, p0, p1, p2, p3)
+    p0, p1, p2, p3 = mma_bfloat16(a0, a1, a2, a3, x2, x3, p0, p1, p2, p3)
     factor = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
     return c[0] + p0 * factor, c[1] + p1 * factor, c[2] + p2 * factor, c[3] + p3 * factor
 

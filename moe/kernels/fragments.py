@@ -8,6 +8,8 @@ both rows for tokens 2 q and 2 q + 1. Which columns a lane holds is free, if wei
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from specialized_decode.boundary.kernels.fragments import four_words
+
 # FP4's table, scaled: bytes of float16 whose low bytes are zero, of e2m1(code) * 2**(held scale - SCALE_BIAS), codes 0
 # to 3 and 4 to 7, and what each held scale adds. Scales are held as 1 to 12.
 SCALE_BIAS = gl.constexpr(13)
@@ -32,34 +34,10 @@ def two_words(vector, WARPS: gl.constexpr, lanes: gl.constexpr):
 
 
 @gluon.jit
-def four_words(vector, WARPS: gl.constexpr, lanes: gl.constexpr):
-    """[WARPS, 32, 4] -> its four words; they stay with their lane."""
-    even, odd = gl.split(gl.reshape(vector, (WARPS, 32, 2, 2)))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return (
-        gl.convert_layout(first, lanes),
-        gl.convert_layout(second, lanes),
-        gl.convert_layout(third, lanes),
-        gl.convert_layout(fourth, lanes),
-    )
-
-
-@gluon.jit
 def mma_float16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """mma.m16n8k16 over the lanes of each warp."""
     return gl.inline_asm_elementwise(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def mma_bfloat16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-    """mma.m16n8k16 over the lanes of each warp."""
-    return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
@@ -84,10 +62,9 @@ def widen_fp4(word, low_table, high_table):
     """A word of eight codes as four pairs of float16: columns 0 and 2, 1 and 3 of the first 16, then of the second.
 
     Looks the magnitudes up as bytes, four at a time, and adds the signs where the layout keeps them; see
-    `moe.expert_layout`, 4. Bytes are then moved to the upper halves, of
-    each two pairs one by masking and one by multiplying what is left: the multiplier's pipe is free, the permuter's is
-    not. The loop over four tiles of gate and up has 292 instructions of the integer pipe so, with permutations alone
-    356.
+    `moe.expert_layout`, 4. Bytes are then moved to the upper halves, of each two pairs one by masking and one by
+    multiplying what is left: the multiplier's pipe is free, the permuter's is not. The loop over four tiles of gate and
+    up has 292 instructions of the integer pipe so, with permutations alone 356.
     """
     return gl.inline_asm_elementwise(
         """{

@@ -7,7 +7,8 @@ bfloat16 numbers are exact and are summed in float32.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, quad_column, wait
+from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
+from specialized_decode.moe.kernels.fragments import quad_column, wait
 
 
 @gluon.jit(do_not_specialize=["rows"])

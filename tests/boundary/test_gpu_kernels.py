@@ -1,8 +1,7 @@
 """The boundary's kernels on a GPU, one rank: values against float64 beside the reference's own, and graph replays."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +12,7 @@ from specialized_decode.boundary import Boundaries, BoundaryAllReduce, CudaSideS
 from specialized_decode.boundary.coefficients import Mixes
 from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 from specialized_decode.boundary.types import Pending, QuantizedInput, UnfinalizedRows
+from tests.helpers.poisoned import poisoned
 from tests.helpers.step_gates import FixedGroup, Gates
 from tests.helpers.step_mhc import LayerWeights, MixerWeights, random_layer, random_mixer, same_bits
 
@@ -62,17 +62,6 @@ def coefficients() -> Callable[[int], FusedCoefficients]:
         return made[hidden]
 
     return make
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN, or their type's largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1, device=DEVICE).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int, *shape: int) -> Tensor:

@@ -1,8 +1,6 @@
 """The MoE kernels on a GPU: values against float64, selection against stock's, graph replays, memory."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -15,7 +13,19 @@ from specialized_decode.boundary import UnfinalizedRows
 from specialized_decode.moe import MoEStep, RoutedExpertGemms, build_routed_expert_gemms, reference, tuning
 from specialized_decode.moe.fused import FusedMoE, Routing
 from specialized_decode.moe.kernels.route import select
-from tests.helpers.held_moe import SCALING, TOPK, HeldMoE, exact_logits, exact_rows, exact_shared, held_moe, inputs
+from tests.helpers.held_moe import (
+    SCALING,
+    TOPK,
+    HeldMoE,
+    assert_led,
+    exact_logits,
+    exact_rows,
+    exact_shared,
+    held_moe,
+    inputs,
+    prefer,
+)
+from tests.helpers.poisoned import poisoned
 from tests.helpers.step_gates import Gates
 
 HIDDEN, EXPERTS = 5120, 64
@@ -27,17 +37,6 @@ DEVICE = "cuda"
 @cache
 def layer(width: int, wide: bool = False) -> HeldMoE:
     return held_moe(width, EXPERTS, HIDDEN, width, DEVICE, wide)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN, or their type's largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1, device=DEVICE).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run(ffn: HeldMoE, x: Tensor, ids: Tensor) -> tuple[Routing, UnfinalizedRows]:
@@ -97,18 +96,8 @@ def test_all_experts_of_a_release() -> None:
     ffn = held_moe(0, 384, HIDDEN, 576, DEVICE)
     for rows in (1, 8):
         check(ffn, *inputs(rows, rows, HIDDEN, DEVICE))
-    x = prefer(ffn, 8, [list(range(378, 384))] * 8)
+    x = prefer(ffn, [list(range(378, 384))] * 8)
     assert sorted(check(ffn, x, torch.arange(8, device=DEVICE))[0].ids[7].tolist()) == list(range(378, 384))
-
-
-def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
-    """x whose row t chooses experts[t]; changes the gate."""
-    x, _ = inputs(1, rows, HIDDEN, DEVICE)
-    x[:, :rows] = torch.eye(rows, device=DEVICE) * 4
-    ffn.gate.weight[:, :rows] = 0
-    for row, chosen in enumerate(experts):
-        ffn.gate.weight[chosen, row] = 20
-    return x
 
 
 @pytest.mark.parametrize(
@@ -122,17 +111,10 @@ def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
 )
 def test_who_chooses_what(experts: list[list[int]]) -> None:
     ffn = held_moe(10, EXPERTS, HIDDEN, 576, DEVICE)
-    x = prefer(ffn, 8, experts)
+    x = prefer(ffn, experts)
     routing, _ = check(ffn, x, torch.arange(8, device=DEVICE))
     assert [sorted(chosen) for chosen in routing.ids.tolist()] == experts
-    for pair, leader in enumerate(routing.leaders.flatten().tolist()):
-        if leader >= 0:
-            assert leader == routing.ids.flatten()[pair]
-    led = [leader for leader in routing.leaders.flatten().tolist() if leader >= 0]
-    assert sorted(led) == sorted({one for chosen in experts for one in chosen})
-    for expert in led:
-        slots = [chosen.index(expert) + 1 if expert in chosen else 0 for chosen in routing.ids.tolist()]
-        assert int(routing.members[expert]) == sum(slot << 8 * row for row, slot in enumerate(slots))
+    assert_led(routing, experts)
 
 
 @pytest.mark.parametrize("width", [576, 288])

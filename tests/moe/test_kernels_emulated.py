@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 
 from specialized_decode.boundary import UnfinalizedRows
+from specialized_decode.boundary.kernels import fragments as shared
 from specialized_decode.moe import MoEStep, RoutedExpertGemms, reference
 from specialized_decode.moe import fused as launcher
 from specialized_decode.moe.fused import FusedMoE, Routing
 from specialized_decode.moe.kernels import experts, fragments, front, route
 from specialized_decode.moe.select import unfit
 from tests.helpers.emulated_kernels import Emulated, Value, emulate
-from tests.helpers.held_moe import TOPK, HeldMoE, exact_logits, exact_rows, exact_shared, held_moe, inputs
+from tests.helpers.held_moe import (
+    TOPK,
+    HeldMoE,
+    assert_led,
+    exact_logits,
+    exact_rows,
+    exact_shared,
+    held_moe,
+    inputs,
+    prefer,
+)
 from tests.helpers.step_gates import Gates
 
 EXPERTS = 32
@@ -22,7 +33,7 @@ EXPERTS = 32
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Emulated]:
     torch.set_num_threads(1)
-    found = emulate(monkeypatch, launcher, (fragments, front, route, experts))
+    found = emulate(monkeypatch, launcher, (shared, fragments, front, route, experts))
     assert found.keys() == {"front_kernel", "route_kernel", "up_kernel", "down_kernel"}
     # Fresh tensors hold NaN.
     torch.use_deterministic_algorithms(True)
@@ -112,16 +123,6 @@ def test_other_sizes(size: float) -> None:
     assert up.abs().max() > 10
 
 
-def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
-    """x whose row t chooses experts[t]."""
-    x, _ = inputs(1, rows, 256)
-    x[:, :rows] = torch.eye(rows) * 4
-    ffn.gate.weight[:, :rows] = 0
-    for row, chosen in enumerate(experts):
-        ffn.gate.weight[chosen, row] = 20
-    return x
-
-
 @pytest.mark.parametrize(
     ("rows", "experts"),
     [
@@ -133,17 +134,10 @@ def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
 )
 def test_who_chooses_what(rows: int, experts: list[list[int]]) -> None:
     ffn = held_moe(10, EXPERTS, 256, 64)
-    x = prefer(ffn, rows, experts)
+    x = prefer(ffn, experts)
     routing, _ = check(ffn, x, torch.arange(rows))
     assert [sorted(chosen) for chosen in routing.ids.tolist()] == experts
-    for pair, leader in enumerate(routing.leaders.flatten().tolist()):
-        if leader >= 0:
-            assert leader == routing.ids.flatten()[pair]
-    led = [leader for leader in routing.leaders.flatten().tolist() if leader >= 0]
-    assert sorted(led) == sorted({one for chosen in experts for one in chosen})
-    for expert in led:
-        slots = [chosen.index(expert) + 1 if expert in chosen else 0 for chosen in routing.ids.tolist()]
-        assert int(routing.members[expert]) == sum(slot << 8 * row for row, slot in enumerate(slots))
+    assert_led(routing, experts)
 
 
 def test_rows_that_are_no_numbers_stay_by_themselves() -> None:
