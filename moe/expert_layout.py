@@ -27,8 +27,8 @@ fused_moe/routed_experts.py, quantization/utils/humming/) and humming-kernels 0.
 schema/mxfp4.py, kernel/, include/humming/kernel/process.cuh and process_mxfp4.cuh, datatype/dequant_fused.cuh).
 
 Held against both on a CPU, bit for bit, Humming's two kernels compiled for the host
-(tests/integration/test_expert_layout.py), and on an H200 (tests/moe/test_gpu_expert_layout.py, 2026-11-30): those kernels
-do the same on the device, subnormal numbers included; CUDA's 2**x is exact, down to weight_scale_2 = 2**-128; and
+(tests/integration/test_expert_layout.py), and on an H200 (tests/moe/test_gpu_expert_layout.py, 2026-11-30): on the
+device those kernels do the same, subnormal numbers included; CUDA's 2**x is exact, down to weight_scale_2 = 2**-128;
 Humming's GEMM multiplies by the weights as given in 3.
 """
 
