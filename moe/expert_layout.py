@@ -173,6 +173,14 @@ class HummingExperts:
         """Where w13 and w2 keep their codes and scales."""
         return projections(self.hidden, self.width)
 
+    def part(self, start: int, stop: int) -> "HummingExperts":
+        """Experts start..stop, without a copy."""
+        w13, w2 = (
+            PackedWeight(*(getattr(weight, field.name)[start:stop] for field in fields(weight)))
+            for weight in (self.w13, self.w2)
+        )
+        return HummingExperts(w13, w2, self.hidden, self.width)
+
 
 def pack(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> HummingExperts:
     """A layer's experts in the checkpoint's form, as in `Mxfp4Experts`, -> as vLLM holds them.
