@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import mla_tuning, reference
+from specialized_decode.attention import index_tuning, mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
@@ -18,6 +18,7 @@ from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, S
 
 if TYPE_CHECKING:
     # Its kernels need Triton, which a machine without a GPU need not have.
+    from specialized_decode.attention.fused_index import FusedIndexer, IndexInputs
     from specialized_decode.attention.fused_mla import FusedSparseMla
 
 
@@ -55,8 +56,8 @@ class AttentionStep:
     tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
     layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
-    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, and projections:
-    those of low-batch steps, None for the reference ops.
+    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, projections: those of
+    low-batch steps, and index: beside `fused`, those of low-batch steps' indexer; None for the reference ops.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class AttentionStep:
         before_last: Callable[[], None] = lambda: None,
         fused: "FusedSparseMla | None" = None,
         projections: FusedProjections | None = None,
+        index: "FusedIndexer | None" = None,
     ) -> None:
-        self.before_last, self.fused, self.projections = before_last, fused, projections
+        self.before_last, self.fused, self.projections, self.index = before_last, fused, projections, index
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
         kernels = projections or (None, None, None, None)
@@ -120,10 +122,17 @@ class AttentionStep:
         settled = attn.indexer is None and attn.compressor is None
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        self._compress(x, positions, caches, step)
-        index_weights = self._index_weights(x, step)
+        kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
+        if kernels is not None:
+            inputs = self._index_inputs(kernels, x, positions, caches, step)
+        else:
+            self._compress(x, positions, caches, step)
+            index_weights = self._index_weights(x, step)
         qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
-        self._index(qr, index_weights, positions, caches, step)
+        if kernels is not None:
+            self._fused_index(kernels, qr, inputs, positions, caches, step)
+        else:
+            self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         self.aux.join()
         if caches.compressed is not None and selected is None:
@@ -183,6 +192,42 @@ class AttentionStep:
             selection[: qr.shape[0]] = reference.top_positions(scores, selection.shape[1])
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
+
+    def _index_inputs(
+        self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
+    ) -> "IndexInputs":
+        """As `_compress` and `_index_weights`, in two launches, or one without a compressor."""
+        with self._beside(self.aux.compressor, step):
+            inputs = kernels.project(x)
+            if self.attn.compressor is not None:
+                kernels.compress(self.attn, inputs, positions, caches)
+        return inputs
+
+    def _fused_index(
+        self,
+        kernels: "FusedIndexer",
+        qr: Tensor,
+        inputs: "IndexInputs",
+        positions: Tensor,
+        caches: LayerCaches,
+        step: StepGates,
+    ) -> None:
+        """As `_index`, in three launches, of which the last makes the table too."""
+        attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
+        assert indexer is not None and caches.index is not None and caches.compressed is not None
+        source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
+        with self._beside(self.aux.indexer, step):
+            q, flags = kernels.wq_b(qr), None
+            if consumer is not None and blocks is not None:
+                width = max(caches.index.max_seq_len // indexer.ratio, 1)
+                flags = consumer.join(blocks[: step.rows], width)
+            self.aux.compressor.join()
+            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full=source is not None)
+            if source is not None and blocks is not None:
+                source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
+            slots = kernels.top(attn, scores, positions, caches)
+            self.tables.publish(attn.layer_id)
+            self.tables.keep(attn, caches.compressed, slots)
 
     def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:
         """Publishes the source's candidate blocks, or restricts a consumer's scores to them."""

@@ -1,0 +1,58 @@
+"""Launch configurations of the index kernels: pure functions. None of their numbers is measured yet."""
+
+from typing import NamedTuple
+
+# Rows up to which a step runs the index kernels: the head weights and the compressor are projected with rows as the
+# multiplication's narrow side.
+MAX_ROWS = 8
+TILE = 16
+# Warps of a projection's program, which share a tile's columns, and bytes of weights that it holds in registers.
+PROJECTION_WARPS = 8
+MOST_BYTES = 96 * 1024
+# Programs that keep an H200's memory busy.
+ROUND = 110
+MULTIPROCESSORS = 132
+
+COMPRESS_WARPS = 16
+
+# Keys of a tile, warps of its program, and programs that run at once.
+KEYS, SCORES_WARPS = 64, 4
+SCORES_RESIDENT = 4 * MULTIPROCESSORS
+
+# Scores that a row's selection takes at a time, its list's numbers likewise, and its warps.
+CHUNK, LIST, TOP_WARPS = 8192, 1024, 16
+MAX_TOPK = 2048
+
+
+class IndexProjection(NamedTuple):
+    """How the projection [N, K] is cut: programs that share a tile of 16 outputs, and for each the chunks of its
+    columns, the parts of a chunk, one a warp, and columns of a part."""
+
+    splits: int
+    chunks: int
+    parts: int
+    columns: int
+
+
+def index_projection(n: int, k: int) -> IndexProjection:
+    """The launch of a projection [n, k]. Raises ValueError for widths that do not divide into tiles and warps."""
+    if n <= 0 or n % TILE or k <= 0 or k % 16:
+        raise ValueError(f"projection: found [{n}, {k}], expected multiples of {TILE}")
+    parts = max(count for count in (1, 2, 4, PROJECTION_WARPS) if k % (16 * count) == 0)
+    share = k // parts
+    splits = 1
+    # More programs where there are not as many as multiprocessors, fewer columns where they do not fit.
+    while share // splits % 32 == 0 and (
+        (n // TILE * splits < ROUND and share // splits > 32) or TILE * k // splits * 2 > MOST_BYTES
+    ):
+        splits *= 2
+    columns = min(share // splits & -(share // splits), 64)
+    launch = IndexProjection(splits, share // splits // columns, parts, columns)
+    if TILE * k // splits * 2 > MOST_BYTES or launch.chunks > 16:
+        raise ValueError(f"projection: found [{n}, {k}], expected columns of more powers of two, or fewer")
+    return launch
+
+
+def score_programs(rows: int, width: int) -> int:
+    """Programs that share a row's `width` positions."""
+    return max(1, min(-(-width // KEYS), SCORES_RESIDENT // rows))
