@@ -10,7 +10,7 @@ from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused import FusedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
-from specialized_decode.attention.kernels.index_scores import BIN_BITS, index_scores_kernel
+from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
 from specialized_decode.attention.views import AttentionView, CacheView, LayerCaches
 
@@ -159,7 +159,9 @@ class FusedIndexer:
         heads, width = indexer.num_heads, score_columns(meta, indexer.ratio)
         check_rows("index queries", q, torch.bfloat16, (rows, heads * indexer.head_dim))
         if flags is not None:
-            check_rows("candidates", flags, torch.bool, (rows, width))
+            if flags.dtype != torch.bool or flags.shape != (rows, width) or flags.stride(1) != 1:
+                found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
+                raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
         if meta.block_table.stride(1) != 1:
             raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
         cache, stride, log2 = key_pages(indexer.k_cache)
@@ -179,6 +181,7 @@ class FusedIndexer:
             stride,
             log2,
             self.bins if flags is None else flags.view(torch.uint8),
+            0 if flags is None else flags.stride(0),
             out,
             out.stride(0),
             width,
@@ -261,7 +264,7 @@ def score_columns(meta: CacheView, ratio: int) -> int:
 
 def fused_bins(device: torch.device) -> Tensor:
     """What the layers' launches count scores in."""
-    return torch.zeros(tuning.MAX_ROWS, 1 << int(BIN_BITS), dtype=torch.int32, device=device)
+    return torch.zeros(tuning.MAX_ROWS, int(BINS), dtype=torch.int32, device=device)
 
 
 def _warm_caches(rows: int, device: torch.device) -> SimpleNamespace:

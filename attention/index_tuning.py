@@ -20,7 +20,7 @@ KEYS, SCORES_WARPS = 64, 4
 SCORES_RESIDENT = 4 * MULTIPROCESSORS
 
 # Scores that a row's selection takes at a time, its list's numbers likewise, and its warps.
-CHUNK, LIST, TOP_WARPS = 8192, 1024, 16
+CHUNK, LIST, TOP_WARPS = 4096, 1024, 16
 MAX_TOPK = 2048
 
 

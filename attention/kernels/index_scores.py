@@ -9,8 +9,8 @@ import triton.language as tl
 
 WIDTH, TAIL, HALF = tl.constexpr(128), tl.constexpr(64), tl.constexpr(32)
 LARGEST = tl.constexpr(448.0)
-# Bits of an ordered number that name its bin.
-BIN_BITS = tl.constexpr(12)
+# Bits of an ordered number that name its bin; how many bins there are.
+BIN_BITS, BINS = tl.constexpr(12), tl.constexpr(4096)
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def ordered(score):
 @triton.jit
 def bin_of(key):
     """An ordered number's bin, from 0 on."""
-    return (key >> (32 - BIN_BITS)) + (1 << (BIN_BITS - 1))
+    return (key >> (32 - BIN_BITS)) + BINS // 2
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _queries(q, weights, at, turn, rows, row, scale, HEADS: tl.constexpr, PADDED
     return codes, weight.to(tl.bfloat16).to(tl.float32) * factor * scale
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "log2", "width", "at"])
+@triton.jit(do_not_specialize=["rows", "table_stride", "log2", "flags_stride", "width", "at"])
 def index_scores_kernel(
     q,
     weights,
@@ -87,6 +87,7 @@ def index_scores_kernel(
     stride,
     log2,
     flags,
+    flags_stride,
     scores,
     scores_stride,
     width,
@@ -103,11 +104,11 @@ def index_scores_kernel(
 ):
     """Grid (programs, rows). q: [rows, HEADS, 128] bfloat16, not rotated; weights: [SPLITS, rows, N] float32, the
     heads' from column `at` on; positions: [rows] int64; cos_sin: [positions, 64] float32; owner: [rows] int64, negative
-    for padding; token_to_req: [rows] int32; block_table: [requests, n] int32; cache: uint8 pages of 2**log2 index keys (see
-    `attention.reference`), `stride` bytes apart; flags: [rows, width] uint8, FLAGS alone: 0 scores -inf; scores:
-    [rows, width] float32, `scores_stride` apart, up to the row's length, or FULL with -inf behind it;
-    bins: [rows, 4096] int32, to which the
-    numbers found are added. PADDED: a power of two of heads."""
+    for padding; token_to_req: [rows] int32; block_table: [requests, n] int32; cache: uint8 pages of 2**log2 index keys
+    (see `attention.reference`), `stride` bytes apart; flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf;
+    scores: [rows, width] float32, up to the row's length, or FULL with -inf behind it; bins: [rows, 4096] int32, to
+    which the numbers found are added. Rows of flags and scores lie their strides apart. PADDED: a power of two of
+    heads."""
     row = tl.program_id(1).to(tl.int64)
     # Inputs of the step.
     closed = length(positions, owner, row, width, RATIO)
@@ -132,8 +133,8 @@ def index_scores_kernel(
             score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
             inside = column < closed
             if FLAGS:
-                inside = inside & (tl.load(flags + row * width + column, inside, other=0) != 0)
+                inside = inside & (tl.load(flags + row * flags_stride + column, inside, other=0) != 0)
             tl.store(scores + row * scores_stride + column, tl.where(inside, score, float("-inf")), column < end)
             # No number is never chosen.
             counted = inside & (score == score) & (score > float("-inf"))
-            tl.atomic_add(bins + row * (1 << BIN_BITS) + bin_of(ordered(score)), 1, counted, sem="relaxed")
+            tl.atomic_add(bins + row * BINS + bin_of(ordered(score)), 1, counted, sem="relaxed")

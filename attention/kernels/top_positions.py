@@ -7,11 +7,11 @@ best is in is chosen at once; the bin's own are listed, and settled by their oth
 import triton
 import triton.language as tl
 
-from specialized_decode.attention.kernels.index_scores import BIN_BITS, bin_of, length, ordered
+from specialized_decode.attention.kernels.index_scores import BINS, bin_of, length, ordered
 
 DIGIT = tl.constexpr(5)
 DIGITS = tl.constexpr(32)
-LOW = tl.constexpr(20)
+LOW, LOW_MASK = tl.constexpr(20), tl.constexpr(0xFFFFF)
 
 
 @triton.jit
@@ -46,15 +46,15 @@ def top_positions_kernel(
     """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
     owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, zero again afterwards; listed: [rows, 2,
     scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a page holds 2**log2
-    states. out: [rows, TOPK] int32 positions and slots: [rows, TOPK] int64, block * states + state, -1 padded. CHUNK: scores taken at a time, LIST: of
-    the list; powers of two."""
+    states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots: [rows, TOPK] int64, block * states +
+    state, both -1 padded. CHUNK: scores taken at a time, LIST: of the list; powers of two."""
     row = tl.program_id(0).to(tl.int64)
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
     scores, out, slots = scores + row * scores_stride, out + row * out_stride, slots + row * TOPK
     numbers, columns = listed + row * 2 * scores_stride, listed + (row * 2 + 1) * scores_stride
-    bin = tl.arange(0, 1 << BIN_BITS)
-    bins += row * (1 << BIN_BITS) + bin
+    bin = tl.arange(0, BINS)
+    bins += row * BINS + bin
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     held = tl.load(bins, cache_modifier=".cg")
@@ -75,7 +75,7 @@ def top_positions_kernel(
         ones = above.to(tl.int32) + (among.to(tl.int32) << 16)
         before = tl.cumsum(ones, 0) - ones
         tl.store(out + taken + (before & 0xFFFF), column, above)
-        tl.store(numbers + found + (before >> 16), key & ((1 << LOW) - 1), among)
+        tl.store(numbers + found + (before >> 16), key & (LOW_MASK), among)
         tl.store(columns + found + (before >> 16), column, among)
         total = tl.sum(ones, 0)
         taken += total & 0xFFFF

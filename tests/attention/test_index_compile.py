@@ -62,6 +62,7 @@ SCORES = {
     "stride": "i32",
     "log2": "i32",
     "flags": "*u8",
+    "flags_stride": "i32",
     "scores": "*fp32",
     "scores_stride": "i32",
     "width": "i32",
