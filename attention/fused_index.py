@@ -158,10 +158,10 @@ class FusedIndexer:
         splits, rows, n = inputs.partial.shape
         heads, width = indexer.num_heads, score_columns(meta, indexer.ratio)
         check_rows("index queries", q, torch.bfloat16, (rows, heads * indexer.head_dim))
-        if flags is not None:
-            if flags.dtype != torch.bool or flags.shape != (rows, width) or flags.stride(1) != 1:
-                found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
-                raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
+        expected = torch.bool, (rows, width), 1
+        if flags is not None and (flags.dtype, flags.shape, flags.stride(1)) != expected:
+            found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
+            raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
         if meta.block_table.stride(1) != 1:
             raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
         cache, stride, log2 = key_pages(indexer.k_cache)

@@ -16,7 +16,7 @@ from specialized_decode.attention import (
     SparseMlaDecode,
     StockAttention,
 )
-from specialized_decode.attention.select import mla_unsupported, projections_unsupported
+from specialized_decode.attention.select import index_unsupported, mla_unsupported, projections_unsupported
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.boundary import (
     Boundaries,
@@ -40,6 +40,7 @@ from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_fam
 from specialized_decode.runtime.warmup import warm_up
 
 if TYPE_CHECKING:
+    from specialized_decode.attention.fused_index import FusedIndexer
     from specialized_decode.attention.fused_mla import FusedSparseMla
     from specialized_decode.attention.projections import FusedProjections
     from specialized_decode.attention.views import AttentionView
@@ -62,8 +63,8 @@ class UnsupportedTarget(RuntimeError):
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
     run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve;
-    attention_kernels: so do sparse MLA and the low-batch projections of our own attention, which runs where `stock`
-    is False or there is no stock. Both are off unless asked for: not all that they have to show has been shown
+    attention_kernels: so do sparse MLA, indexers and the low-batch projections of our own attention, which runs where
+    `stock` is False or there is no stock. Both are off unless asked for: not all that they have to show has been shown
     (docs/benchmarks.md), and nothing yet of attention's. stock: what no kernel of ours serves runs on the host engine's
     own ops, where it has any; False takes the reference ops, for checks; prepared_weights: an engine that repacks its
     dense weights may keep a copy of them as released, for our own ops."""
@@ -366,6 +367,7 @@ class SpecializedDecode:
         self.candidates = self._candidates()
         self.sparse_mla = self._sparse_mla_kernels(layers)
         fused_projections = self._projection_kernels(layers)
+        fused_indexer = self._index_kernels(layers)
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
         publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
         steps = []
@@ -384,12 +386,31 @@ class SpecializedDecode:
                 before_last=self._join_boundaries,
                 fused=self.sparse_mla,
                 projections=fused_projections(layer.attn) if fused_projections is not None else None,
+                index=fused_indexer(layer.attn) if fused_indexer is not None and indexer is not None else None,
             )
             steps.append(step)
         if fused_projections is not None:
             taken = sum(step.projections.nbytes for step in steps if step.projections is not None)
             logger.info("Low-batch projections: prepared weights take %.1f MB", taken / 1e6)
+        if fused_indexer is not None:
+            taken = sum(step.index.nbytes for step in steps if step.index is not None)
+            logger.info("Index kernels: prepared weights take %.1f MB", taken / 1e6)
         return steps
+
+    def _index_kernels(self, layers: Sequence[DecoderLayerView]) -> "Callable[[AttentionView], FusedIndexer] | None":
+        """What prepares a selecting layer for the kernels of compressor and indexer, which run beside those of sparse
+        MLA; or None where the reference ops run."""
+        reason = None if self.sparse_mla is not None else "sparse MLA has no kernels"
+        for layer in layers:
+            if layer.attn.indexer is not None:
+                reason = reason or index_unsupported(layer.attn, self.device)
+        if reason is not None:
+            logger.info("Indexers run on reference ops: %s", reason)
+            return None
+        from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
+
+        bins = fused_bins(self.device)
+        return lambda attn: FusedIndexer(attn, bins)
 
     def _projection_kernels(
         self, layers: Sequence[DecoderLayerView]

@@ -71,7 +71,19 @@ class IndexCase:
         )
         self.x = self._normal(self.rows, shape.hidden).bfloat16()
         self.q = (2 * self._normal(self.rows, shape.heads * 128)).bfloat16()
-        self.x[~self.live], self.q[~self.live] = torch.nan, torch.nan
+        self.qr = self._normal(self.rows, shape.q_rank).bfloat16()
+        for given in (self.x, self.q, self.qr):
+            given[~self.live] = torch.nan
+
+    def load(self, other: "IndexCase") -> None:
+        """Copies another batch of the same shape into this one's tensors, which a graph reads."""
+        pairs = [(self.positions, other.positions), (self.x, other.x), (self.q, other.q), (self.qr, other.qr)]
+        for name in ("window", "compressed", "index", "ring"):
+            mine, theirs = getattr(self.caches, name), getattr(other.caches, name)
+            pairs += [(mine.block_table, theirs.block_table), (mine.slot_mapping, theirs.slot_mapping)]
+        for ours, its in pairs:
+            ours.copy_(its)
+        self.restore(other.cache_bytes())
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
@@ -237,7 +249,9 @@ def assert_scored(case: IndexCase, found: Tensor, head_weights: Tensor, flags: T
     found = torch.where(held, found, float("-inf"))
     finite = expected > float("-inf")
     assert torch.equal(found > float("-inf"), finite), "scores are -inf elsewhere"
-    error = ((found - expected).abs() / size.clamp_min(1e-30))[finite]
+    # No smaller than a row's usual: terms of little are left where large products cancelled.
+    usual = torch.where(finite, size, 0.0).sum(1, keepdim=True) / finite.sum(1, keepdim=True).clamp_min(1)
+    error = ((found - expected).abs() / torch.maximum(size, usual))[finite]
     assert error.numel() == 0 or error.max() < 2e-6, f"found an error of {error.max().item():g} of the terms' size"
     return found
 
@@ -259,3 +273,32 @@ def assert_selected(case: IndexCase, scores: Tensor, slots: Tensor) -> None:
     assert (case.selection[rows:] == 12345).all(), "a row behind the batch's was written"
     table = ReferenceTables().selected(case.caches.compressed, found.contiguous(), case.caches.window)
     assert torch.equal(slots, table), "slots are elsewhere"
+
+
+def tied_scores(case: IndexCase) -> dict[str, Tensor]:
+    """[T, n] scores by name, -inf behind a row's own."""
+    rows, width = case.rows, max(case.caches.index.max_seq_len // case.shape.ratio, 1)
+    normal = torch.randn(rows, width, generator=case.generator).to(case.device)
+    held = torch.arange(width, device=case.device) < closed_groups(case).unsqueeze(1)
+    found = {
+        "equal": torch.full_like(normal, 0.25),
+        "few": (normal * 2).round(),
+        "zeros": torch.where(normal > 1.5, normal, torch.where(normal > 0, 0.0, -0.0)),
+        "no numbers": normal.masked_fill(normal > 0.5, torch.nan),
+        "infinities": normal.masked_fill(normal > 1.0, torch.inf).masked_fill(normal < 0.0, -torch.inf),
+        "close": 1 + normal * 2.0**-20,
+        "subnormal": normal * 1e-40,
+    }
+    return {name: scores.masked_fill(~held, -torch.inf) for name, scores in found.items()}
+
+
+def bins_of(scores: Tensor, closed: Tensor, like: Tensor) -> Tensor:
+    """How many of each row's numbers begin with which 12 bits, in the numbers' order; as the scores' launch counts."""
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
+    place = ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20) + 2048
+    found = torch.zeros_like(like)
+    for row in range(scores.shape[0]):
+        real = scores[row] > -torch.inf
+        real[int(closed[row]) :] = False
+        found[row] = torch.bincount(place[row][real], minlength=4096)
+    return found

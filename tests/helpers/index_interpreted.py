@@ -14,7 +14,9 @@ from tests.helpers.index_case import (
     assert_projected,
     assert_scored,
     assert_selected,
+    bins_of,
     closed_groups,
+    tied_scores,
 )
 from tests.helpers.step_interpreted import prepare_interpreter
 
@@ -44,8 +46,10 @@ def run_interpreted(path: str) -> None:
     torch.set_num_threads(1)
     prepare_interpreter(_no_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
-    from specialized_decode.attention import fused_index
+    from specialized_decode.attention import fused_index, index_tuning
 
+    # A row's programs take several tiles each.
+    index_tuning.SCORES_RESIDENT = 24
     # What it multiplies queries with is no Triton kernel.
     fused_index.FusedLinear = PlainLinear  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
@@ -122,35 +126,6 @@ def _ties() -> list[str]:
         except AssertionError as error:
             failures.append(f"{name}: {error}")
     return failures
-
-
-def tied_scores(case: IndexCase) -> dict[str, Tensor]:
-    """[T, n] scores by name, -inf behind a row's own."""
-    rows, width = case.rows, max(case.caches.index.max_seq_len // case.shape.ratio, 1)
-    normal = torch.randn(rows, width, generator=case.generator).to(case.device)
-    held = torch.arange(width, device=case.device) < closed_groups(case).unsqueeze(1)
-    found = {
-        "equal": torch.full_like(normal, 0.25),
-        "few": (normal * 2).round(),
-        "zeros": torch.where(normal > 1.5, normal, torch.where(normal > 0, 0.0, -0.0)),
-        "no numbers": normal.masked_fill(normal > 0.5, torch.nan),
-        "infinities": normal.masked_fill(normal > 1.0, torch.inf).masked_fill(normal < 0.0, -torch.inf),
-        "close": 1 + normal * 2.0**-20,
-        "subnormal": normal * 1e-40,
-    }
-    return {name: scores.masked_fill(~held, -torch.inf) for name, scores in found.items()}
-
-
-def bins_of(scores: Tensor, closed: Tensor, like: Tensor) -> Tensor:
-    """How many of each row's numbers begin with which 12 bits, in the numbers' order; as the scores' launch counts."""
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    place = ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20) + 2048
-    found = torch.zeros_like(like)
-    for row in range(scores.shape[0]):
-        real = scores[row] > -torch.inf
-        real[int(closed[row]) :] = False
-        found[row] = torch.bincount(place[row][real], minlength=4096)
-    return found
 
 
 def _steps() -> dict[str, Tensor]:
