@@ -161,7 +161,7 @@ def compress_kernel(
     if index_slot >= 0:
         first, second = _halves(latent, WIDTH)
         parts = _halves(first, WIDTH // 2) + _halves(second, WIDTH // 2)
-        products = key_weights[0].to(tl.float32) * parts[0][None, :]
+        products = key_weights[0].to(tl.float32) * parts[0][None, :]  # type: ignore[misc]
         for i in tl.static_range(1, 4):
             products += key_weights[i].to(tl.float32) * parts[i][None, :]
         key = tl.sum(products, 1).to(tl.bfloat16).to(tl.float32)

@@ -21,6 +21,11 @@ def _digits(low, shift, known, inside):
     return tl.histogram((low >> shift) & (DIGITS - 1), DIGITS, mask=matches)
 
 
+@triton.jit
+def _scores(scores, column, closed):
+    return tl.load(scores + column, column < closed, other=float("-inf"), cache_modifier=".cg")
+
+
 @triton.jit(do_not_specialize=["width", "out_stride", "table_stride", "log2"])
 def top_positions_kernel(
     scores,
@@ -58,6 +63,7 @@ def top_positions_kernel(
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     held = tl.load(bins, cache_modifier=".cg")
+    ahead = _scores(scores, tl.arange(0, CHUNK), closed)
     tl.store(bins, tl.zeros_like(held))
     behind = tl.cumsum(held, 0, reverse=True)
     # The bin of the last of the best; below all where there are not as many.
@@ -66,7 +72,9 @@ def top_positions_kernel(
     taken, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, closed, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        score = tl.load(scores + column, column < closed, other=float("-inf"), cache_modifier=".cg")
+        score = ahead
+        # The next chunk's are on their way meanwhile.
+        ahead = _scores(scores, column + CHUNK, closed)
         key = ordered(score)
         real = (score == score) & (score > float("-inf"))
         place = bin_of(key)

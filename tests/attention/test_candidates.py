@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import CandidateOverlap
+from specialized_decode.attention import CandidateOverlap, reference
 from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, capture
 from tests.helpers.step_gates import ForgetfulStream, Gates
 
@@ -136,3 +136,23 @@ def test_a_fork_that_no_consumer_joins_ends_no_capture() -> None:
     overlap.warm(4)
     with pytest.raises(CaptureError, match="unjoined work on candidates"):
         capture(device, lambda: overlap.fork(_blocks(4), WIDTH, Gates(4)))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
+    """Beside what follows where the step may fork; the blocks and the flags are the reference's, for all consumers."""
+    generator = torch.Generator().manual_seed(rows)
+    closed = torch.randint(1, WIDTH + 1, (rows,), generator=generator)
+    scores = torch.randn(rows, WIDTH, generator=generator)
+    scores = scores.masked_fill(torch.arange(WIDTH) >= closed.unsqueeze(1), float("-inf"))
+    _, overlap = _overlap()
+    if warm:
+        overlap.warm(rows)
+    blocks = torch.full((rows, COUNT), 77, dtype=torch.int32)
+    overlap.choose(scores, closed, blocks, Gates(rows))
+    assert overlap.stream.pending == warm
+    flags = overlap.join(blocks, WIDTH)
+    assert torch.equal(blocks, reference.candidate_blocks(scores, closed, SIZE, COUNT))
+    assert flags.tolist() == _flags(blocks) and overlap.join(blocks, WIDTH) is flags
+    assert not overlap.stream.pending

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode, reference
 from specialized_decode.attention.fused import fused_projections
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.backbone.host import SingleRank
@@ -57,6 +58,7 @@ class Steps:
         self.all_reduce = BoundaryAllReduce(config.hidden_size, 384, SingleRank(), DEVICE)
         shape = config.num_attention_heads, config.sliding_window, config.index_topk
         fused = FusedSparseMla(*shape, 32, DEVICE) if kernels else None
+        bins = fused_bins(DEVICE)
         self.steps = {}
         for number, layer in world.layers.items():
             indexer = layer.indexer
@@ -71,6 +73,7 @@ class Steps:
                 aux=self.aux,
                 fused=fused,
                 projections=fused_projections(layer) if kernels else None,
+                index=FusedIndexer(layer, bins) if kernels and indexer is not None else None,
             )
 
     def run(self, inputs: dict[int, Tensor], positions: Tensor, gates: Gates, outputs: dict[int, Tensor]) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.index_case import (
 )
 from tests.helpers.step_interpreted import prepare_interpreter
 
-SMALL = {"hidden": 64, "heads": 4, "q_rank": 32, "topk": 16}
+SMALL: dict[str, Any] = {"hidden": 64, "heads": 4, "q_rank": 32, "topk": 16}
 # The layer and its requests' contexts.
 CASES: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "first token": (Shape(), (1,)),
