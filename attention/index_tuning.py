@@ -13,6 +13,10 @@ MOST_BYTES = 96 * 1024
 ROUND = 110
 MULTIPROCESSORS = 132
 
+# Whether queries, scores and selection run beside `wq_b`, or ahead of it: then no stream is joined right before
+# attention, which may read the selection's records while `wq_b` runs. Not measured.
+BESIDE = True
+
 COMPRESS_WARPS = 16
 
 # Keys of a tile, warps of its program, and programs that run at once.

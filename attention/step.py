@@ -123,6 +123,8 @@ class AttentionStep:
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
         kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
+        # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
+        settled = settled or (kernels is not None and not self._index_beside(step))
         if kernels is not None:
             inputs = self._index_inputs(kernels, x, positions, caches, step)
         else:
@@ -193,6 +195,10 @@ class AttentionStep:
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
 
+    @staticmethod
+    def _index_beside(step: StepGates) -> bool:
+        return step.overlap_inputs and index_tuning.BESIDE
+
     def _index_inputs(
         self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> "IndexInputs":
@@ -216,7 +222,7 @@ class AttentionStep:
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
-        with self._beside(self.aux.indexer, step):
+        with self.aux.indexer.fork() if self._index_beside(step) else nullcontext():
             q, flags = kernels.wq_b(qr), None
             if consumer is not None and blocks is not None:
                 width = max(caches.index.max_seq_len // indexer.ratio, 1)

@@ -37,9 +37,10 @@ def test_ties(found: dict[str, Any]) -> None:
     assert found["ties"] == []
 
 
-def test_whole_steps(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["steps", "inline"])
+def test_whole_steps(found: dict[str, Any], kind: str) -> None:
     """Every kind of layer against the plain ones: outputs, and the caches that they leave behind."""
-    plain, outputs = world(), found["steps"]
+    plain, outputs = world(), found[kind]
     live = torch.tensor(CHOSEN) >= 0
     for at in range(STEPS):
         expected = plain.decode(CHOSEN, [1] * len(CHOSEN), plain.plain, seed=at)

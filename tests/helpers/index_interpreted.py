@@ -58,7 +58,7 @@ def run_interpreted(path: str) -> None:
             _check(name)
         except AssertionError as error:
             failures[name] = str(error) or repr(error)
-    torch.save({"failures": failures, "ties": _ties(), "steps": _steps()}, Path(path))
+    torch.save({"failures": failures, "ties": _ties(), "steps": _steps(True), "inline": _steps(False)}, Path(path))
 
 
 class PlainLinear:
@@ -128,9 +128,16 @@ def _ties() -> list[str]:
     return failures
 
 
-def _steps() -> dict[str, Tensor]:
-    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too."""
-    from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+def _steps(beside: bool) -> dict[str, Tensor]:
+    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. beside: whether the
+    indexer runs on a stream of its own."""
+    from specialized_decode.attention import (
+        AttentionStep,
+        CandidateOverlap,
+        SparseIndexTables,
+        SparseMlaDecode,
+        index_tuning,
+    )
     from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
     from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
     from specialized_decode.attention.step import AuxStreams
@@ -139,6 +146,7 @@ def _steps() -> dict[str, Tensor]:
     from tests.helpers.step_attention import CONFIG, CPU, LAYERS
     from tests.helpers.step_gates import Gates
 
+    index_tuning.BESIDE = beside
     prepare_assembly(mla_interpreted._assembly)
     chosen = mla_interpreted.CHOSEN
     ours, device, gates = mla_interpreted.world(), EmulatedDevice(), Gates(len(chosen))
