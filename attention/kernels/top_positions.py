@@ -82,7 +82,8 @@ def top_positions_kernel(
         # Both counts in one scan: a chunk has fewer than 2**15.
         ones = above.to(tl.int32) + (among.to(tl.int32) << 16)
         before = tl.cumsum(ones, 0) - ones
-        tl.store(out + taken + (before & 0xFFFF), column, above)
+        at = taken + (before & 0xFFFF)
+        tl.store(out + at, column, above & (at < TOPK))
         tl.store(numbers + found + (before >> 16), key & (LOW_MASK), among)
         tl.store(columns + found + (before >> 16), column, among)
         total = tl.sum(ones, 0)
@@ -91,7 +92,9 @@ def top_positions_kernel(
     if found > 0:
         # What the program's other threads have stored.
         tl.debug_barrier()
-        taken = _settle(numbers, columns, found, wanted, out, taken, LIST)
+        taken = _settle(numbers, columns, found, wanted, out, taken, TOPK, LIST)
+    # Of scores that nobody has counted there may be more, which have no place.
+    taken = tl.minimum(taken, TOPK)
     tl.debug_barrier()
     place = tl.arange(0, TOPK_PADDED)
     chosen = tl.load(out + place, place < taken, other=-1, cache_modifier=".cg")
@@ -102,7 +105,7 @@ def top_positions_kernel(
 
 
 @triton.jit
-def _settle(numbers, columns, found, wanted, out, taken, LIST: tl.constexpr):
+def _settle(numbers, columns, found, wanted, out, taken, TOPK: tl.constexpr, LIST: tl.constexpr):
     """Appends the `wanted` best of the list; returns how many there are then."""
     item = tl.arange(0, LIST)
     head = tl.load(numbers + item, item < found, other=0, cache_modifier=".cg")
@@ -127,7 +130,8 @@ def _settle(numbers, columns, found, wanted, out, taken, LIST: tl.constexpr):
         equal = (inside & (low == known)).to(tl.int32)
         chosen = inside & ((low > known) | ((equal > 0) & (tl.cumsum(equal, 0) <= wanted)))
         ones = chosen.to(tl.int32)
-        tl.store(out + taken + tl.cumsum(ones, 0) - ones, column, chosen)
+        place = taken + tl.cumsum(ones, 0) - ones
+        tl.store(out + place, column, chosen & (place < TOPK))
         taken += tl.sum(ones, 0)
         wanted -= tl.minimum(wanted, tl.sum(equal, 0))
     return taken

@@ -106,6 +106,9 @@ def test_ties() -> None:
     for scores in tied_scores(case).values():
         fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
         assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
+    # Nobody has counted these: nothing is written behind their row.
+    fused.top(case.attn, tied_scores(case)["equal"], case.positions, case.caches)
+    assert (case.selection[case.rows :] == 12345).all()
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

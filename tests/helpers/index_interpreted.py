@@ -116,7 +116,7 @@ def _ties() -> list[str]:
     """Selections of scores that repeat: all equal, of few values, of both zeros, and with numbers that are none."""
     from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 
-    case = IndexCase(Shape(hidden=320, longest=6000), (6000, 2500, 512, 40), 5)
+    case = IndexCase(Shape(hidden=320, longest=6000), (40, 512, 2500, 6000), 5)
     fused = FusedIndexer(case.attn, fused_bins(case.device))
     failures = []
     for name, scores in tied_scores(case).items():
@@ -125,6 +125,9 @@ def _ties() -> list[str]:
             assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
         except AssertionError as error:
             failures.append(f"{name}: {error}")
+    fused.top(case.attn, tied_scores(case)["equal"], case.positions, case.caches)
+    if (case.selection[case.rows :] != 12345).any():
+        failures.append("scores that nobody counted were written behind their row")
     return failures
 
 
