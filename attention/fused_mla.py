@@ -95,6 +95,7 @@ class FusedSparseMla:
         programs = max(rows * launch.programs for rows, launch in launches)
         self._statistics = torch.empty(programs * 2 * max(launch.group for _, launch in launches), device=device)
         self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
 
     def norm_insert(self, attn: AttentionView, projected: Tensor, positions: Tensor, window: CacheView) -> Tensor:
         """projected: [T, q rank + 512] bfloat16, of `fused_wqa_wkv` -> [T, q rank] bfloat16, normed. The latents are
@@ -195,13 +196,16 @@ class FusedSparseMla:
         return out
 
     def _reserve(self, rows: int, launch: tuning.SparseMla) -> None:
-        """Scratch for a launch that is not `tuning`'s."""
+        """Scratch for a launch that is not `tuning`'s. What is too small is kept: graphs captured before write to it."""
         programs, device = rows * launch.programs, self._partial.device
         if rows * launch.partial > self._partial.numel():
+            self._outgrown.append(self._partial)
             self._partial = torch.empty(rows * launch.partial, device=device)
         if programs > self._arrived.numel():
+            self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
         if programs * 2 * launch.group > self._statistics.numel():
+            self._outgrown.append(self._statistics)
             self._statistics = torch.empty(programs * 2 * launch.group, device=device)
 
     def warm(self, attn: AttentionView) -> None:
