@@ -109,11 +109,12 @@ class AttentionStep:
     def _fused(
         self, fused: "FusedSparseMla", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> Tensor:
-        """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it.
+        """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it. Where
+        both run on kernels and nobody else reads the normed query, `wq_b` norms it, and the launch behind it inserts.
 
-        The second reads slots and records before the launch ahead of it is done. So tables are made first, and the
-        window's records lie a launch back; only where this layer makes a selection or compressed records itself, on
-        streams joined just before, it waits.
+        That launch reads slots, records and latents before the one ahead of it is done. So tables are made first, and
+        the others lie a launch back; only where this layer makes a selection or compressed records itself, on streams
+        joined just before, it waits.
         """
         attn = self.attn
         window, selected = self.tables.window(attn, caches.window, positions), None
@@ -122,7 +123,12 @@ class AttentionStep:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
         self._compress(x, positions, caches, step)
         index_weights = self._index_weights(x, step)
-        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
+        projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
+        if settled and wq_b is not None and fused.inserts(step.rows, selected is not None):
+            qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
+            return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
+        qr = fused.norm_insert(attn, projected, positions, caches.window)
         self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         self.aux.join()

@@ -16,7 +16,15 @@ from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
 
 ARCHITECTURES = (90, 100, 103)
-SIGNATURE = {"x": "*i32", "weights": "*i32", "scales": "*u8", "y": "*bf16", "rows": "i32"}
+SIGNATURE = {
+    "x": "*i32",
+    "weights": "*i32",
+    "scales": "*u8",
+    "y": "*bf16",
+    "rows": "i32",
+    "norm": "*i32",
+    "eps": "fp32",
+}
 
 
 @pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
