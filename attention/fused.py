@@ -130,8 +130,8 @@ def fused_projections(attn: AttentionView) -> FusedProjections:
     """One layer's projections, prepared."""
     return FusedProjections(
         FusedLinear(attn.fused_wqa_wkv),
-        # Sparse MLA, next behind it, reads records or latents that the launch ahead of it writes, and does so before its
-        # own wait: it may not start before this launch's wait is over.
+        # Sparse MLA, next behind it, reads records or latents that the launch ahead of it writes, and does so before
+        # its own wait: it may not start before this launch's wait is over.
         NormedLinear(attn.wq_b, attn.head_dim, early=False),
         FusedLinear(attn.wo_a, attn.o_groups),
         FusedLinear(attn.wo_b),

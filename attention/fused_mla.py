@@ -105,7 +105,7 @@ class FusedSparseMla:
         ]
         self._partial = torch.empty(max(1, *(rows * launch.partial for rows, launch in launches)), device=device)
         programs = max(rows * launch.programs for rows, launch in launches)
-        self._statistics = torch.empty(programs * 2 * max(launch.group for _, launch in launches), device=device)
+        self._statistics = torch.empty(programs * max(launch.group for _, launch in launches), device=device)
         self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
 
@@ -232,7 +232,7 @@ class FusedSparseMla:
         return out
 
     def _reserve(self, rows: int, launch: tuning.SparseMla) -> None:
-        """Scratch for a launch that is not `tuning`'s. What is too small is kept: graphs captured before write to it."""
+        """Scratch for a launch that is not `tuning`'s. What is too small is kept: captured graphs write to it."""
         programs, device = rows * launch.programs, self._partial.device
         if rows * launch.partial > self._partial.numel():
             self._outgrown.append(self._partial)
@@ -240,9 +240,9 @@ class FusedSparseMla:
         if programs > self._arrived.numel():
             self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
-        if programs * 2 * launch.group > self._statistics.numel():
+        if programs * launch.group > self._statistics.numel():
             self._outgrown.append(self._statistics)
-            self._statistics = torch.empty(programs * 2 * launch.group, device=device)
+            self._statistics = torch.empty(programs * launch.group, device=device)
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its

@@ -35,12 +35,12 @@ class SparseMla(NamedTuple):
     @property
     def inserts(self) -> bool:
         """Whether its registers suffice for storing a step's records as well."""
-        return self.tiles == 1 and (self.slices > 1 or self.warps == 8)
+        return self.tiles == 1 and (self.warps == 8 or (self.slices > 1 and self.group == 16))
 
     @property
     def partial(self) -> int:
-        """Averages that a row's programs leave: of a slice's columns and of the 64 rotated ones."""
-        return self.programs * (512 // self.slices + 64) * self.group if self.splits > 1 else 0
+        """Averages that a row's programs leave."""
+        return self.programs * (512 // self.slices) * self.group if self.splits > 1 else 0
 
 
 def key_tiles(window: int, topk: int, keys: int = MLA_KEYS) -> int:

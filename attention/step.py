@@ -109,8 +109,8 @@ class AttentionStep:
     def _fused(
         self, fused: "FusedSparseMla", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> Tensor:
-        """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it. Where
-        both run on kernels and nobody else reads the normed query, `wq_b` norms it, and the launch behind it inserts.
+        """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it.
+        Where both are kernels and nobody else reads the normed query, `wq_b` norms it, and the launch behind inserts.
 
         That launch reads slots, records and latents before the one ahead of it is done. So tables are made first, and
         the others lie a launch back; only where this layer makes a selection or compressed records itself, on streams

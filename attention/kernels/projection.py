@@ -80,8 +80,8 @@ def _product(a, b):
 
 @gluon.jit
 def _squares(x, c, lanes: gl.constexpr):
-    """Adds the squares of a block of x to four sums, which lie as a tile's outputs do: those of ones as weights. Squares
-    are rounded to bfloat16, either way alike."""
+    """Adds the squares of a block of x to four sums, which lie as a tile's outputs do: those of ones as weights.
+    Squares are rounded to bfloat16, either way alike."""
     ones = gl.full(x[0].shape, 0x3F803F80, gl.int32, lanes)
     c0, c1, c2, c3 = _mma(ones, ones, ones, ones, _product(x[0], x[0]), _product(x[1], x[1]), c[0], c[1], c[2], c[3])
     return _mma(ones, ones, ones, ones, _product(x[2], x[2]), _product(x[3], x[3]), c0, c1, c2, c3)
@@ -140,11 +140,11 @@ def projection_kernel(
     STRIDE: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart; weights: [N / 16, K / 32, 32, 4]
-    int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of
-    group g read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES,
-    and AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows
-    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
+    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
+    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g read x's
+    columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and AHEAD blocks
+    of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows are normed
+    first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.

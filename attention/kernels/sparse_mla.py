@@ -61,9 +61,9 @@ def _records(
     window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile, new,
     window_log2, log2, KEYS: tl.constexpr, WINDOW: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """A tile's keys: where each record and its eight scale bytes lie, whether there is one, and whether it is not
-    or is among the window's `new` last ones. The cache is chosen by numbers, not by a branch, through which the compiler would forget
-    how addresses are aligned."""
+    """A tile's keys: where each record and its eight scale bytes lie, whether there is one, and whether it is not or is
+    among the window's `new` last ones. The cache is chosen by numbers, not by a branch, through which the compiler
+    would forget how addresses are aligned."""
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     base, table, count = window_cache.to(tl.int64), window_slots.to(tl.int64), WINDOW
     oldest = WINDOW - new
@@ -320,13 +320,13 @@ def sparse_mla_kernel(
     """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
     int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
     logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
-    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES + 64, GROUP] float32 or float16
-    and statistics: [programs, 2, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again
-    afterwards. GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records
-    were written by launches before the preceding one. EARLY: the next launch may start beside this one. INSERT: none,
-    or at least as many as there are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written
-    by a launch before the preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the window's
-    cache at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
+    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 or float16 and
+    statistics: [programs, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards.
+    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were
+    written by launches before the preceding one. EARLY: the next launch may start beside this one. INSERT: none, or at
+    least as many as there are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a
+    launch before the preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the window's cache
+    at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
     COLUMNS: tl.constexpr = WIDTH // SLICES
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     ALL_TILES: tl.constexpr = WINDOW_TILES + (TOPK + KEYS - 1) // KEYS
@@ -401,79 +401,82 @@ def sparse_mla_kernel(
     else:
         own = (row * tl.num_programs(1) + tl.program_id(1)) * SPLITS
         local = tl.arange(0, GROUP)
-        # Averages of the slice's columns, and behind the last slice's those of the rotated ones.
+        # Averages of the slice's columns, of which the rotated ones are the last slice's last.
         inverse = (1 / tl.maximum(total, TINY))[None, :]
-        place = partial + (own + split) * ((COLUMNS + BLOCK) * GROUP) + local[None, :]
+        place = partial + (own + split) * (COLUMNS * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
             average = (sums[i] * inverse).to(partial.dtype.element_ty)
-            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, average)
+            quantized = (column + i * N < QUANTIZED)[:, None]
+            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, average, quantized & (local >= 0)[None, :])
         if part == SLICES - 1:
             rotated = (sums[COLUMNS // N] * inverse).to(partial.dtype.element_ty)
-            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, rotated)
-        tl.store(statistics + (own + split) * 2 * GROUP + local, peak)
-        tl.store(statistics + ((own + split) * 2 + 1) * GROUP + local, total)
+            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None] * GROUP, rotated)
+        tl.store(statistics + (own + split) * GROUP + local, tl.maximum(peak + tl.log2(total), LOWEST))
         tl.debug_barrier()
         if tl.atomic_add(arrived + own // SPLITS, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrived + own // SPLITS, 0)
-            last = part == SLICES - 1
+            rotates = part == SLICES - 1
             # All that one trip to the second-level cache can bring.
-            peaks, totals = _statistics(statistics, own, GROUP, SPLITS)
-            averages = _averages(partial, own, 0, True, N, GROUP, SPLITS, COLUMNS)
-            turned = _averages(partial, own, COLUMNS, last, BLOCK, GROUP, SPLITS, COLUMNS)
-            shares = _shares(peaks, totals, sink, SPLITS)
-            _store(out, at, inside, _mixed(averages, shares, SPLITS), column)
-            _store_rotated(out, at, inside & last, _mixed(turned, shares, SPLITS), cos, sin)
-            for i in tl.static_range(1, COLUMNS // N):
-                averages = _averages(partial, own, i * N, True, N, GROUP, SPLITS, COLUMNS)
-                _store(out, at, inside, _mixed(averages, shares, SPLITS), column + i * N)
+            sizes = _sizes(statistics + own * GROUP, GROUP, SPLITS)
+            averages = _averages(partial, own, COLUMNS - BLOCK, GROUP, SPLITS, COLUMNS)
+            shares = _shares(sizes, sink, SPLITS)
+            mixed, chunk = _mixed(averages, shares, SPLITS), part * COLUMNS + tl.arange(0, BLOCK)
+            # A turn by nothing, where there is none to make.
+            turned = _turned(tl.trans(mixed), tl.where(rotates, cos, 1.0), tl.where(rotates, -sin, 0.0))
+            tl.store(out + at[:, None] + (chunk + COLUMNS - BLOCK)[None, :], turned.to(tl.bfloat16), inside[:, None])
+            for i in tl.static_range(COLUMNS // BLOCK - 1):
+                mixed = _mixed(_averages(partial, own, i * BLOCK, GROUP, SPLITS, COLUMNS), shares, SPLITS)
+                result = tl.trans(mixed).to(tl.bfloat16)
+                tl.store(out + at[:, None] + (chunk + i * BLOCK)[None, :], result, inside[:, None])
 
 
 # What other programs left is read past the first-level cache, which may hold what has been replaced since. A thread
-# reads the statistics of the heads that it adds up: they are few, and it need not wait for another.
+# reads the sizes of the heads that it adds up: they are few, and it need not wait for another.
 @triton.jit
-def _statistics(statistics, own, GROUP: tl.constexpr, SPLITS: tl.constexpr):
-    """Peaks and totals of all splits, [heads] each."""
-    place = statistics + own * 2 * GROUP + tl.arange(0, GROUP)
-    peaks, totals = (), ()
+def _sizes(place, GROUP: tl.constexpr, SPLITS: tl.constexpr):
+    """The binary logarithms of the splits' totals, [heads] each."""
+    sizes = ()
     for s in tl.static_range(SPLITS):
-        peaks = peaks + (tl.load(place + 2 * s * GROUP, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
-        totals = totals + (tl.load(place + (2 * s + 1) * GROUP, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
-    return peaks, totals
+        size = tl.load(place + s * GROUP + tl.arange(0, GROUP), cache_modifier=".cg")
+        sizes = sizes + (size,)  # type: ignore[assignment]  # noqa: RUF005
+    return sizes
 
 
 @triton.jit
-def _shares(peaks, totals, sink, SPLITS: tl.constexpr):
+def _shares(sizes, sink, SPLITS: tl.constexpr):
     """What each split's average counts for, [heads] each."""
     highest = sink
     for s in tl.static_range(SPLITS):
-        highest = tl.maximum(highest, peaks[s])
+        highest = tl.maximum(highest, sizes[s])
     total, shares = tl.exp2(sink - highest), ()
     for s in tl.static_range(SPLITS):
-        share = totals[s] * tl.exp2(peaks[s] - highest)
+        share = tl.exp2(sizes[s] - highest)
+        # A split without keys counts for nothing, even where there is nothing else.
+        share = tl.where(sizes[s] > LOWEST, share, 0.0)
         total += share
         shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005
-    return shares + (1 / tl.maximum(total, TINY),)  # noqa: RUF005
+    inverse, parts = 1 / tl.maximum(total, TINY), ()
+    for s in tl.static_range(SPLITS):
+        parts = parts + (shares[s] * inverse,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
 
 
 @triton.jit
-def _averages(
-    partial, own, first, wanted,
-    N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """N columns of all splits where wanted, [N, heads] each."""
-    column, local = tl.arange(0, N)[:, None] + first, tl.arange(0, GROUP)[None, :]
-    place = partial + own * ((COLUMNS + BLOCK) * GROUP) + column * GROUP + local
-    averages, mask = (), (local >= 0) & (column >= 0) & wanted
+def _averages(partial, own, first, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """64 of the slice's columns of all splits, [64, heads] each."""
+    column, local = tl.arange(0, BLOCK)[:, None] + first, tl.arange(0, GROUP)[None, :]
+    place = partial + own * (COLUMNS * GROUP) + column * GROUP + local
+    averages = ()
     for s in tl.static_range(SPLITS):
-        average = tl.load(place + s * ((COLUMNS + BLOCK) * GROUP), mask, other=0.0, cache_modifier=".cg")
+        average = tl.load(place + s * (COLUMNS * GROUP), cache_modifier=".cg")
         averages = averages + (average,)  # type: ignore[assignment]  # noqa: RUF005
     return averages
 
 
 @triton.jit
 def _mixed(averages, shares, SPLITS: tl.constexpr):
-    """The splits' averages by their shares, added up in their order whoever comes last; [N, heads] float32."""
+    """The splits' averages by their shares, added up in their order whoever comes last; [64, heads] float32."""
     result = averages[0].to(tl.float32) * shares[0][None, :]
     for s in tl.static_range(1, SPLITS):
         result += averages[s].to(tl.float32) * shares[s][None, :]
-    return result * shares[SPLITS][None, :]
+    return result

@@ -159,6 +159,8 @@ def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: py
     # A cache of its own, so that what is checked was compiled by this compiler.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     variant = VARIANTS[name]
+    if name.startswith("candidate") and architecture != 90:
+        pytest.skip("Hopper's benchmark tries it")
     kernel = compiled(variant, architecture)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -196,6 +198,17 @@ def test_records_are_read_ahead_of_the_wait(tmp_path: Path, monkeypatch: pytest.
     assert before[:first].count("ld.global.v4") >= 64 * 160 // 4 // 128
     assert "ld.global" not in before[first:] and "st.shared" in before[first:]
     assert "ld.global.v4" in behind and "wgmma" in behind and "wgmma" not in before
+
+
+def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are read and records stored ahead of the wait; behind it come queries, and no record but the values'."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    before, behind = compiled(mla(1, 16, insert=True), 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    store = before.index("st.global")
+    # The tile's old records are on their way first, and the new one's are read after they are stored.
+    assert before[:store].count("ld.global.v4") >= 64 * 160 // 4 // 128
+    assert before[store:].count("ld.global.v4") >= 64 * 160 // 4 // 128
+    assert "cvt.rn.satfinite.e4m3x2" in before and "cvt.rn.satfinite.e4m3x2" not in behind
 
 
 def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
