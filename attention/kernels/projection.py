@@ -141,10 +141,10 @@ def projection_kernel(
     NORM: gl.constexpr,
 ):
     """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
-    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g read x's
-    columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and AHEAD blocks
-    of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows are normed
-    first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
+    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
+    read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
+    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows
+    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.
@@ -221,7 +221,7 @@ def projection_kernel(
                 # The tile that is due comes first.
                 sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
     if NORM:
-        sums = sums + (squares,)  # noqa: RUF005
+        sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
     _store(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
 
 

@@ -102,9 +102,9 @@ def mla(
 
 
 def variants() -> dict[str, Variant]:
-    insert = {"Q": Q_RANK, "Q_PADDED": 2048}
+    norms = {"Q": Q_RANK, "Q_PADDED": 2048}
     found = {
-        "norm and insert": Variant(norm_insert_kernel, INSERT, insert, {"num_warps": 4, "enable_fp_fusion": False}),
+        "norm and insert": Variant(norm_insert_kernel, INSERT, norms, {"num_warps": 4, "enable_fp_fusion": False}),
         "unsettled": mla(1, 16, settled=False),
         "unsettled, many rows": mla(384, 16, settled=False),
     }

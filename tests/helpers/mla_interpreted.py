@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
-INSERTED: dict[str, tuple[int, int] | None] = {
+INSERTED: dict[str, tuple[int, int]] = {
     "first token": (1, 1),
     "few drafts": (1, 1),
     "window only": (2, 1),
