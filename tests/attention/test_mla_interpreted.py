@@ -61,7 +61,7 @@ def test_attention(one: One) -> None:
     if "out wide" in found:
         assert_as_good(found["out wide"], case)
     if name == UNSETTLED:
-        assert same_bits(found["unsettled"], found["out None"])
+        assert same_bits(found["unsettled"], found[f"out {CASES[name][2][-1]}"])
 
 
 def test_tables(one: One) -> None:
