@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused import FusedLinear
+from specialized_decode.attention.fused import NormedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
@@ -49,7 +49,7 @@ class FusedIndexer:
         indexer, compressor = attn.indexer, attn.compressor
         if indexer is None:
             raise ValueError(f"layer {attn.layer_id}: found no indexer")
-        self.bins, self.wq_b = bins, FusedLinear(indexer.wq_b)
+        self.bins, self.wq_b = bins, NormedLinear(indexer.wq_b, attn.head_dim)
         heads = indexer.weights_proj.weight
         parts = [] if compressor is None else [compressor.fused_wkv_wgate.weight]
         self.first_head = sum(part.shape[0] for part in parts)
@@ -250,6 +250,7 @@ class FusedIndexer:
             if attn.compressor is not None:
                 self.compress(layer, inputs, positions, caches)
             q = self.wq_b(torch.zeros(rows, self.wq_b.weight.shape[1], dtype=torch.bfloat16, device=device))
+            self.wq_b.warm()
             width = score_columns(caches.index, layer.indexer.ratio)
             flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
             for given, full in ((None, False), (None, True), (flags, False)):

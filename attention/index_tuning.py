@@ -14,8 +14,8 @@ ROUND = 110
 MULTIPROCESSORS = 132
 
 # Whether queries, scores and selection run beside `wq_b`, or ahead of it: then no stream is joined right before
-# attention, which may read the selection's records while `wq_b` runs. Not measured.
-BESIDE = True
+# attention, which may read the selection's records while `wq_b` runs, and store the step's own. Not measured.
+BESIDE = False
 
 COMPRESS_WARPS = 16
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,10 +113,11 @@ class AttentionStep:
         self, fused: "FusedSparseMla", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> Tensor:
         """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it.
+        Where both are kernels and nobody else reads the normed query, `wq_b` norms it, and the launch behind inserts.
 
-        The second reads slots and records before the launch ahead of it is done. So tables are made first, and the
-        window's records lie a launch back; only where this layer makes a selection or compressed records itself, on
-        streams joined just before, it waits.
+        That launch reads slots, records and latents before the one ahead of it is done. So tables are made first, and
+        the others lie a launch back; only where this layer makes a selection or compressed records itself, on streams
+        joined just before, it waits. The index kernels may make them ahead of `wq_b` instead.
         """
         attn = self.attn
         window, selected = self.tables.window(attn, caches.window, positions), None
@@ -130,9 +132,17 @@ class AttentionStep:
         else:
             self._compress(x, positions, caches, step)
             index_weights = self._index_weights(x, step)
-        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
+        projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
+        if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
+            qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+            if kernels is not None:
+                queries = partial(kernels.wq_b.normed, qr, attn.q_norm, attn.eps)
+                selected = self._fused_index(kernels, queries, inputs, positions, caches, step)
+            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
+            return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
+        qr = fused.norm_insert(attn, projected, positions, caches.window)
         if kernels is not None:
-            self._fused_index(kernels, qr, inputs, positions, caches, step)
+            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
         else:
             self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
@@ -212,18 +222,19 @@ class AttentionStep:
     def _fused_index(
         self,
         kernels: "FusedIndexer",
-        qr: Tensor,
+        queries: Callable[[], Tensor],
         inputs: "IndexInputs",
         positions: Tensor,
         caches: LayerCaches,
         step: StepGates,
-    ) -> None:
-        """As `_index`, in three launches, of which the last makes the table too."""
+    ) -> Tensor:
+        """As `_index`, in three launches, of which the last makes the table too: the selection's slots [T, topk].
+        queries: projects them."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
         with self.aux.indexer.fork() if self._index_beside(step) else nullcontext():
-            q, flags = kernels.wq_b(qr), None
+            q, flags = queries(), None
             if consumer is not None and blocks is not None:
                 width = max(caches.index.max_seq_len // indexer.ratio, 1)
                 flags = consumer.join(blocks[: step.rows], width)
@@ -234,6 +245,7 @@ class AttentionStep:
             slots = kernels.top(attn, scores, positions, caches)
             self.tables.publish(attn.layer_id)
             self.tables.keep(attn, caches.compressed, slots)
+        return slots
 
     def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:
         """Publishes the source's candidate blocks, or restricts a consumer's scores to them."""

@@ -7,8 +7,8 @@ The first launch leaves sums of parts of the columns, which its readers add up i
 import triton
 import triton.language as tl
 
-from specialized_decode.attention.kernels.norm_insert import _insert as insert_record
 from specialized_decode.attention.kernels.norm_insert import _normed as normed
+from specialized_decode.attention.kernels.norm_insert import insert_record
 
 TILE, ROWS = tl.constexpr(16), tl.constexpr(16)
 BLOCKS, BLOCK, WIDTH, HALF = tl.constexpr(8), tl.constexpr(64), tl.constexpr(512), tl.constexpr(32)

@@ -97,6 +97,39 @@ def test_small_widths(kernels: Make) -> None:
     assert_as_good(run(kernels(case.shape), case), case)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_attention_that_inserts(kernels: Make, rows: int, ratio: int) -> None:
+    """Every candidate: the same records as a launch of their own stores, and as good."""
+    some = (700, 129, 0, 1, 8192, 130, 513, 2)[:rows]
+    case = MlaCase(Shape(ratio=ratio), some, rows, DEVICE)
+    inserted(kernels(case.shape), case, tuning.candidates(rows, 16, 128, 512 if ratio else 0))
+
+
+@pytest.mark.parametrize("contexts", [(700,), (130,), (3,), (8192, 0)])
+def test_attention_that_inserts_drafts(kernels: Make, contexts: tuple[int, ...]) -> None:
+    """Rows of one request read each other's records."""
+    case = MlaCase(Shape(count=4), contexts, 5, DEVICE)
+    inserted(kernels(case.shape), case, [tuning.sparse_mla(case.rows, 16, 128, 512)])
+
+
+def inserted(fused: FusedSparseMla, case: MlaCase, cuts: list[tuning.SparseMla]) -> None:
+    """Runs each cut with the insert inside, from a cache without the step's records."""
+    window, selected = case.tables(FusedTables())
+    before = case.window_cache.clone()
+    fused.norm_insert(case.attn, case.projected, case.positions, case.window)
+    after = case.window_cache.clone()
+    for cut in cuts:
+        if not cut.inserts:
+            continue
+        case.window_cache.copy_(before)
+        latents = case.projected[:, case.shape.q_rank :]
+        with poisoned():
+            out = fused(case.attn, case.q, case.positions, window, selected, True, cut, latents, case.window)
+        assert same_bits(case.window_cache, after), f"{cut}: other records"
+        assert_as_good(out, case)
+
+
 @pytest.mark.parametrize("cut", [(1, 1), (2, 2), (3, 4), (4, 8), (10, 1)])
 def test_cuts(kernels: Make, cut: tuple[int, int]) -> None:
     case = MlaCase(Shape(), (513, 0, 8192), 7, DEVICE)

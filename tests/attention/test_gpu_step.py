@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode, reference
+from specialized_decode.attention import (
+    AttentionStep,
+    CandidateOverlap,
+    SparseIndexTables,
+    SparseMlaDecode,
+    index_tuning,
+    reference,
+)
 from specialized_decode.attention.fused import fused_projections
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
@@ -197,6 +204,15 @@ def test_rows(both: Both, rows: int) -> None:
 def test_nothing_beside(both: Both, rows: int) -> None:
     """With side projections on the critical path."""
     compare(both, [12, 11, 0, 5, -1, 10, 3, 9, 4][:rows], 50 + rows, overlap=False)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_indexer_elsewhere(both: Both, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside `wq_b` where it runs ahead of it, or ahead where it runs beside."""
+    monkeypatch.setattr(index_tuning, "BESIDE", not index_tuning.BESIDE)
+    captured = both._capture(rows, both.steps[True], Gates(rows, True, True, True))
+    monkeypatch.setitem(both.captured, (rows, True, True), captured)
+    compare(both, [12, 11, 0, 5, -1, 10, 3, 9][:rows], 70 + rows)
 
 
 def test_padding_only(both: Both) -> None:

@@ -62,6 +62,7 @@ class IndexCase:
         angles = torch.rand(self.columns + 1, 32, generator=self.generator) * 6.28
         self.attn: Any = SimpleNamespace(
             layer_id=2,
+            head_dim=512,
             index_source=2,
             cos_sin=torch.cat((angles.cos(), angles.sin()), 1).to(device),
             compressed_cache=self.kv_cache,

@@ -18,6 +18,7 @@ from tests.helpers.index_case import (
     closed_groups,
     tied_scores,
 )
+from tests.helpers.mla_interpreted import PlainProjection
 from tests.helpers.step_interpreted import prepare_interpreter
 
 SMALL: dict[str, Any] = {"hidden": 64, "heads": 4, "q_rank": 32, "topk": 16}
@@ -51,7 +52,7 @@ def run_interpreted(path: str) -> None:
     # A row's programs take several tiles each.
     index_tuning.SCORES_RESIDENT = 24
     # What it multiplies queries with is no Triton kernel.
-    fused_index.FusedLinear = PlainLinear  # type: ignore[misc, assignment]
+    fused_index.NormedLinear = PlainNormedLinear  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
         try:
@@ -61,20 +62,11 @@ def run_interpreted(path: str) -> None:
     torch.save({"failures": failures, "ties": _ties(), "steps": _steps(True), "inline": _steps(False)}, Path(path))
 
 
-class PlainLinear:
-    """A dense layer by the host's own op, in the place of the projection's kernel."""
+class PlainNormedLinear(PlainProjection):
+    """A dense layer in torch, in the place of the projection's kernel."""
 
-    nbytes = 0
-
-    def __init__(self, linear: Any) -> None:
-        self.weight, self._linear = linear.weight, linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self._linear(x)
-        return out
-
-    def warm(self) -> None:
-        pass
+    def __init__(self, linear: Any, wider: int) -> None:
+        super().__init__(linear)
 
 
 def _no_assembly(asm: str, *_: object, **__: object) -> Any:
@@ -141,8 +133,10 @@ def _steps(beside: bool) -> dict[str, Tensor]:
         SparseMlaDecode,
         index_tuning,
     )
+    from specialized_decode.attention import mla_tuning as tuning
     from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
     from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+    from specialized_decode.attention.projections import FusedProjections
     from specialized_decode.attention.step import AuxStreams
     from specialized_decode.backbone.graphs import EmulatedDevice, EmulatedStream
     from tests.helpers import mla_interpreted
@@ -156,11 +150,14 @@ def _steps(beside: bool) -> dict[str, Tensor]:
     compressor, indexer, candidates = (EmulatedStream(name, device) for name in ("compressor", "indexer", "candidates"))
     aux, overlap = AuxStreams(compressor, indexer), CandidateOverlap(candidates, CONFIG.candidate_block_size)
     overlap.warm(len(chosen))
+    # Few programs: slices are tried elsewhere.
+    tuning.sparse_mla = lambda rows, heads, *keys: tuning.mla_launch(rows, heads, tuning.key_tiles(*keys), 1, 1)
     tables, bins = SparseIndexTables(FusedTables()), fused_bins(CPU)
     fused = FusedSparseMla(CONFIG.num_attention_heads, CONFIG.sliding_window, CONFIG.index_topk, gates.rows, CPU)
     steps = {}
     for number, layer in ours.layers.items():
         chooser = layer.indexer
+        four = layer.fused_wqa_wkv, layer.wq_b, layer.wo_a, layer.wo_b
         steps[number] = AttentionStep(
             layer,
             tables,
@@ -171,6 +168,7 @@ def _steps(beside: bool) -> dict[str, Tensor]:
             consumer=overlap if chooser is not None and chooser.candidate_consumer else None,
             aux=aux,
             fused=fused,
+            projections=FusedProjections(*(PlainProjection(linear) for linear in four)),
             index=FusedIndexer(layer, bins) if chooser is not None else None,
         )
     found: dict[str, Tensor] = {}
