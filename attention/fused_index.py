@@ -134,6 +134,7 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=compressor.ratio,
+            EARLY=tuning.COMPRESS_EARLY,
             num_warps=tuning.COMPRESS_WARPS,
             launch_pdl=True,
             # So that records come out as the reference's, whatever the compiler could have fused.

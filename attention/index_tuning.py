@@ -17,7 +17,9 @@ MULTIPROCESSORS = 132
 # attention, which may read the selection's records while `wq_b` runs, and store the step's own. Not measured.
 BESIDE = False
 
-COMPRESS_WARPS = 16
+# Warps of a row's program, and the quarters of `wk` that it holds ahead of its wait: all four do not fit into the
+# registers under every compiler.
+COMPRESS_WARPS, COMPRESS_EARLY = 16, 3
 
 # Keys of a tile, warps of its program, and programs that run at once.
 KEYS, SCORES_WARPS = 64, 4

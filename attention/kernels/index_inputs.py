@@ -123,12 +123,14 @@ def compress_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     RATIO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (rows). partial: [SPLITS, rows, N] float32, RATIO x 512 columns of it the compressor's; positions: [rows]
     int64; cos_sin: [positions, 64] float32; RATIO 2 alone: ring: [rows] int64 slots, starts: [requests + 1] int32,
     rings: float32 pages of `states` rows of 1024, `ring_stride` numbers apart. slots, index_slots: [rows] int64, -1 for
     no insert; cache, index_cache: uint8 pages of 2**log2 KV records and 2**index_log2 keys (see `attention.reference`),
-    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16."""
+    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16. EARLY: quarters of wk that are read ahead of the
+    wait."""
     row = tl.program_id(0).to(tl.int64)
     # Inputs of the step, and weights.
     position = tl.load(positions + row)
@@ -142,7 +144,7 @@ def compress_kernel(
     weight = tl.load(norm + column).to(tl.float32)
     output, k = tl.arange(0, KEY), tl.arange(0, WIDTH // 4)
     key_weights = ()
-    for i in tl.static_range(4):
+    for i in tl.static_range(EARLY):
         key_weights = key_weights + (tl.load(wk + output[:, None] * WIDTH + (k + i * WIDTH // 4)[None, :]),)  # type: ignore[assignment]  # noqa: RUF005
     key_norm = tl.load(k_norm + output).to(tl.float32)
     pair = tl.arange(0, KEY // 2)
@@ -162,8 +164,11 @@ def compress_kernel(
         first, second = _halves(latent, WIDTH)
         parts = _halves(first, WIDTH // 2) + _halves(second, WIDTH // 2)
         products = key_weights[0].to(tl.float32) * parts[0][None, :]  # type: ignore[misc]
-        for i in tl.static_range(1, 4):
+        for i in tl.static_range(1, EARLY):
             products += key_weights[i].to(tl.float32) * parts[i][None, :]
+        for i in tl.static_range(EARLY, 4):
+            late = tl.load(wk + output[:, None] * WIDTH + (k + i * WIDTH // 4)[None, :])
+            products += late.to(tl.float32) * parts[i][None, :]
         key = tl.sum(products, 1).to(tl.bfloat16).to(tl.float32)
         key = normed(key, key_norm, tl.sum(key * key), k_eps, KEY).to(tl.float32)
         real, imaginary = tl.split(tl.reshape(key, (KEY // 2, 2)))

@@ -111,7 +111,7 @@ def variants() -> dict[str, Variant]:
         unfused = {"enable_fp_fusion": False}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
-            constants = {**common, "RATIO": ratio}
+            constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
             variant = Variant(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
@@ -185,4 +185,4 @@ def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     assert "mma" in behind and "mma" not in before
     variant = VARIANTS[f"compressor, ratio {ratio}"]
     before = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)[0]
-    assert before.count("ld.global.v4") >= 128 * 512 * 2 // 16 // (32 * variant.warps)
+    assert before.count("ld.global.v4") >= tuning.COMPRESS_EARLY * 128 * 128 * 2 // 16 // (32 * variant.warps)
