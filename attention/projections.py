@@ -47,7 +47,7 @@ class LowBatchLinear:
 
     def __init__(self, linear: LinearView, fused: FusedProjection | None = None, grouped: bool = False) -> None:
         """fused: the kernel for low-batch steps, None for the reference op. grouped: x has the columns of several
-        groups, which the stock path does not take."""
+        groups, and larger steps run here, where the stock path takes no groups."""
         self.linear, self.fused = linear, fused
         # Beside a kernel the reference op is left with the steps that are too large for it, and then with groups alone.
         wanted = fused is None or grouped

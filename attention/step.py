@@ -58,7 +58,9 @@ class AttentionStep:
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
     layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
     projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, projections: those of
-    low-batch steps, and index: beside `fused`, those of low-batch steps' indexer; None for the reference ops.
+    low-batch steps, and index: beside `fused`, those of low-batch steps' indexer; None for the reference ops; host: (x,
+    positions) -> the TP-partial output by the host engine's own layer, which takes the steps that are not low-batch,
+    None where ops of ours do.
     """
 
     def __init__(
@@ -75,14 +77,16 @@ class AttentionStep:
         fused: "FusedSparseMla | None" = None,
         projections: FusedProjections | None = None,
         index: "FusedIndexer | None" = None,
+        host: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.before_last, self.fused, self.projections, self.index = before_last, fused, projections, index
+        self.host, self.index = host, index
+        self.before_last, self.fused, self.projections = before_last, fused, projections
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
         kernels = projections or (None, None, None, None)
         self.fused_wqa_wkv = LowBatchLinear(attn.fused_wqa_wkv, kernels[0])
         self.wq_b = LowBatchLinear(attn.wq_b, kernels[1])
-        self.wo_a = LowBatchLinear(attn.wo_a, kernels[2], grouped=True)
+        self.wo_a = LowBatchLinear(attn.wo_a, kernels[2], grouped=host is None)
         self.wo_b = LowBatchLinear(attn.wo_b, kernels[3])
 
     def run(self, x: Tensor, quant: QuantizedInput | None, positions: Tensor, step: StepGates) -> Tensor:
@@ -91,6 +95,8 @@ class AttentionStep:
         Writes this step's cache entries. Returns the TP-partial output [T, hidden], published where a publisher is
         set and the step is low-batch.
         """
+        if self.host is not None and not step.low_batch:
+            return self.host(x, positions)
         attn, caches = self.attn, self.attn.metadata()
         if self.fused is not None and step.rows <= mla_tuning.MLA_MAX_ROWS:
             return self._output(self._fused(self.fused, x, positions, caches, step), step)

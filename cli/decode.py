@@ -19,7 +19,7 @@ from specialized_decode.backbone.model import DeepseekV41, load_model
 from specialized_decode.backbone.tokenizer import load_tokenizer
 from specialized_decode.backbone.writer import is_current, tiny_plan, write_checkpoint
 from specialized_decode.cli.progress import progress_bar
-from specialized_decode.runtime import FUSED_MHC_MAX_ROWS, DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import FUSED_MHC_MAX_ROWS, DecodeConfig, SpecializedDecode, kernel_families
 
 # Prompts where none is given: pieces of the text that ships here, so ragged that the shortest stays inside the tiny
 # preset's window and the longest goes past its top-k and its candidate restriction.
@@ -40,8 +40,9 @@ _CHUNK_TOKENS = 512
 @click.option(
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
-@click.option("--kernels", is_flag=True, help="Run the executor's boundaries on their kernels, where a GPU has them.")
-@click.option("--attention-kernels", is_flag=True, help="The same for its attention, whose kernels are not proven yet.")
+@click.option(
+    "--kernels", is_flag=True, help="Run the executor on its kernels, where they serve the GPU and the model."
+)
 def decode(
     folder: Path | None,
     prompts: tuple[str, ...],
@@ -50,7 +51,6 @@ def decode(
     device: str,
     context: int | None,
     kernels: bool,
-    attention_kernels: bool,
 ) -> None:
     """Generates greedily from FOLDER, first with the plain layers, then with the executor, and compares.
 
@@ -80,7 +80,7 @@ def decode(
     with progress_bar(f"loading {folder}", "layer") as progress:
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
-    config = DecodeConfig(kernels=kernels, attention_kernels=attention_kernels)
+    config = DecodeConfig(kernels=kernel_families(kernels))
     _compare(model, tokenizer, encoded, tokens, context, chunk, config)
 
 

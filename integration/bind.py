@@ -4,13 +4,13 @@ Nothing here holds a cache or metadata: what vLLM binds anew for every KV cache 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.models.deepseek_v41.nvidia.model import DeepseekV4DecoderLayer, DeepseekV4Model
 
 from specialized_decode.integration.bind_attention import BoundAttention
@@ -42,9 +42,13 @@ def build_executor(language_model: Any) -> SpecializedDecode:
     reason = None if config.stock else own_ops_refusal(target, prepared)
     if reason is not None:
         raise UnsupportedTarget(f"{OPTION} with decode_reference_ops cannot run here: {reason}")
+    executor = SpecializedDecode.for_target(target, config, language_model.lm_head.weight)
     if prepared is not None:
+        if config.stock:
+            # The kernels keep their own form of these.
+            prepared.drop(_projections(language_model.model, config))
         logger.info("Prepared weights: %d dense layers, %.2f GB of this GPU", len(prepared), prepared.nbytes / 1e9)
-    return SpecializedDecode.for_target(target, config, language_model.lm_head.weight)
+    return executor
 
 
 def prepare_weights(language_model: Any) -> None:
@@ -53,8 +57,28 @@ def prepare_weights(language_model: Any) -> None:
     Called once it is built and before it is loaded.
     """
     config: DecodeConfig = language_model.specialized_decode_config
-    if config.prepared_weights and not config.stock:
-        setattr(language_model, _PREPARED, PreparedWeights.watch(language_model.model))
+    model = language_model.model
+    if not config.prepared_weights or (config.stock and not {"attention", "moe"} & config.kernels):
+        return
+    read = None if not config.stock else {*_shared_experts(model, config), *_projections(model, config)}
+    setattr(language_model, _PREPARED, PreparedWeights.watch(model, read))
+
+
+def _shared_experts(model: Any, config: DecodeConfig) -> Iterator[nn.Module]:
+    """What the MoE kernels read of vLLM's dense layers."""
+    if "moe" in config.kernels:
+        for number in range(model.start_layer, model.end_layer):
+            shared = model.layers[number].ffn.shared_experts
+            yield from (shared.gate_up_proj, shared.down_proj)
+
+
+def _projections(model: Any, config: DecodeConfig) -> Iterator[nn.Module]:
+    """What the attention kernels are prepared from, where they serve a layer."""
+    if "attention" in config.kernels:
+        for number in range(model.start_layer, model.end_layer):
+            attn = model.layers[number].attn
+            if attn.indexer is None and attn.compressor is None:
+                yield from (attn.fused_wqa_wkv, attn.wq_b, attn.wo_a, attn.wo_b)
 
 
 def own_ops_refusal(target: "VllmTarget", prepared: PreparedWeights | None) -> str | None:
@@ -122,6 +146,17 @@ class BoundExperts:
     @property
     def w2_scale(self) -> Tensor:
         scale: Tensor = self._experts.w2_weight_scale
+        return scale
+
+    @property
+    def w13_scale_2(self) -> Tensor:
+        """AttributeError where the backend's form has none, and so for w2."""
+        scale: Tensor = self._experts.w13_weight_scale_2
+        return scale
+
+    @property
+    def w2_scale_2(self) -> Tensor:
+        scale: Tensor = self._experts.w2_weight_scale_2
         return scale
 
 

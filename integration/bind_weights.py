@@ -4,7 +4,7 @@ vLLM repacks its FP8 layers once they are loaded (Humming deletes the parameters
 `wo_a`. So a copy is taken just before, of those layers and of nothing else. Routed experts are never copied.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,13 @@ class PreparedWeights:
         self._kept: dict[nn.Module, CheckpointForm] = {}
 
     @classmethod
-    def watch(cls, model: nn.Module) -> "PreparedWeights":
-        """model: vLLM's, built and not loaded. Its dense FP8 layers are each copied when vLLM is about to repack it."""
+    def watch(cls, model: nn.Module, wanted: Collection[nn.Module] | None = None) -> "PreparedWeights":
+        """model: vLLM's, built and not loaded. Its dense FP8 layers, all or those wanted, are each copied when vLLM is
+        about to repack it."""
         prepared = cls()
         for name, layer in dense_fp8_layers(model):
-            prepared._keep_before_repack(name, layer)
+            if wanted is None or layer in wanted:
+                prepared._keep_before_repack(name, layer)
         return prepared
 
     def _keep_before_repack(self, name: str, layer: Any) -> None:
@@ -84,6 +86,11 @@ class PreparedWeights:
     def of(self, layer: nn.Module) -> CheckpointForm | None:
         """A layer's copy; None where none was taken."""
         return self._kept.get(layer)
+
+    def drop(self, layers: Iterable[nn.Module]) -> None:
+        """Forgets the copies of `layers`, where it has any."""
+        for layer in layers:
+            self._kept.pop(layer, None)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -171,13 +171,16 @@ class Deployment:
         )
 
 
-def _prepared_bytes(text: Any, tp: int, values: dict[str, bool]) -> int:
+def _prepared_bytes(text: Any, tp: int, values: dict[str, Any]) -> int:
     """What is kept beside the model's weights, by the executor's switches: vLLM's own ops need no copy."""
-    dense = (
-        memory.prepared_bytes(text, tp) if values["decode_reference_ops"] and values["decode_prepared_weights"] else 0
-    )
-    projections = memory.projection_bytes(text, tp) if values["decode_attention_kernels"] else 0
-    return dense + projections + (memory.mixer_bytes(text) if values["decode_kernels"] else 0)
+    kernels, everything = values["decode_kernels"], values["decode_reference_ops"]
+    kept = memory.prepared_bytes(text, tp) if everything else 0
+    if "moe" in kernels and not everything:
+        kept += memory.shared_expert_bytes(text, tp)
+    if "attention" in kernels:
+        layers = text.num_hidden_layers if everything else memory.reader_layers(text)
+        kept += memory.projection_bytes(text, tp, layers)
+    return kept + (memory.mixer_bytes(text) if "boundary" in kernels else 0)
 
 
 @dataclass(frozen=True)

@@ -114,27 +114,29 @@ def backend(vllm_config: Any) -> str:
 
 # The executor's switches in additional_config, and their defaults.
 # Kernels are off by default until they have been shown to be faster; reference ops are for checks.
-SWITCHES = {
-    "decode_kernels": False,
-    "decode_attention_kernels": False,
-    "decode_reference_ops": False,
-    "decode_prepared_weights": True,
-}
+SWITCHES = {"decode_kernels": False, "decode_reference_ops": False, "decode_prepared_weights": True}
 
 
-def switches(vllm_config: Any) -> dict[str, bool]:
-    """The values of SWITCHES. Raises ValueError for one that is no bool, or for what reads weights without them."""
+def switches(vllm_config: Any) -> dict[str, Any]:
+    """The values of SWITCHES: of decode_kernels the families asked for, of the others a bool.
+
+    Raises ValueError for any other value, or for what reads weights without them.
+    """
     values = {name: _options(vllm_config).get(name, default) for name, default in SWITCHES.items()}
+    from specialized_decode.runtime.kernels import kernel_families
+
     for name, value in values.items():
-        if not isinstance(value, bool):
+        if name == "decode_kernels":
+            try:
+                values[name] = kernel_families(value)
+            except ValueError as error:
+                raise ValueError(f"additional_config: {name}: {error}") from None
+        elif not isinstance(value, bool):
             raise ValueError(f"additional_config: {name}: found {value!r}, expected true or false")
-    if values["decode_reference_ops"] and not values["decode_prepared_weights"]:
-        raise ValueError("additional_config: decode_prepared_weights: found False, which decode_reference_ops reads")
-    if values["decode_attention_kernels"] and not values["decode_reference_ops"]:
-        raise ValueError(
-            "additional_config: decode_attention_kernels: found True without decode_reference_ops, where attention is "
-            "vLLM's own"
-        )
+    readers = ["decode_reference_ops"] if values["decode_reference_ops"] else []
+    readers += [f"decode_kernels ({name})" for name in ("attention", "moe") if name in values["decode_kernels"]]
+    if readers and not values["decode_prepared_weights"]:
+        raise ValueError(f"additional_config: decode_prepared_weights: found False, which {readers[0]} reads")
     return values
 
 
@@ -159,7 +161,6 @@ def _config(stock: Any) -> Any:
         return dataclasses.replace(
             deployment_config(vllm_config),
             kernels=values["decode_kernels"],
-            attention_kernels=values["decode_attention_kernels"],
             stock=not values["decode_reference_ops"],
             prepared_weights=values["decode_prepared_weights"],
         )

@@ -1,6 +1,7 @@
 """MoEStep: the schedule of one layer's MoE."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,12 +11,16 @@ from specialized_decode.moe import reference
 from specialized_decode.moe.gemm import RoutedExpertGemms
 from specialized_decode.moe.views import MoEView
 
+if TYPE_CHECKING:
+    from specialized_decode.moe.fused import FusedMoE
+
 
 class MoEStep:
     """One layer's MoE in a captured step: low-batch up to `max_rows` rows, the stock path otherwise.
 
-    gemm: None keeps the layer on the stock path, as a routing hook does; before_last: called ahead of the routed
-    experts, the low-batch path's last launches, where the next boundary's side stream is joined.
+    gemm: None keeps the layer on the stock path, as a routing hook does, and kernels lower `max_rows` to theirs;
+    before_last: called ahead of the low-batch path's last launch, on the reference's ops of the routed experts, where
+    the next boundary's side stream is joined.
     """
 
     def __init__(
@@ -27,7 +32,9 @@ class MoEStep:
     ) -> None:
         self.before_last = before_last
         self.ffn, self.gemm, self.max_rows = ffn, gemm, max_rows
-        if gemm is not None:
+        if gemm is not None and gemm.max_rows is not None:
+            self.max_rows = min(max_rows, gemm.max_rows)
+        if gemm is not None and gemm.fused is None:
             self.gate = boundary_reference.prepare(ffn.gate.weight, ffn.gate.scale)
             self.shared_up = boundary_reference.prepare(ffn.shared_up.weight, ffn.shared_up.scale)
             self.shared_down = boundary_reference.prepare(ffn.shared_down.weight, ffn.shared_down.scale)
@@ -41,6 +48,8 @@ class MoEStep:
         if not self.takes_low_batch(step):
             return self.ffn(x, input_ids)
         assert self.gemm is not None
+        if self.gemm.fused is not None:
+            return self._fused(self.gemm.fused, x, input_ids)
         ffn = self.ffn
         # Selection must not see a bfloat16 rounding.
         logits = boundary_reference.project_float(x, self.gate)
@@ -49,3 +58,9 @@ class MoEStep:
         shared = boundary_reference.project(reference.swiglu(up, ffn.limit), self.shared_down)
         self.before_last()
         return UnfinalizedRows(self.gemm(x, ids), weights, shared)
+
+    def _fused(self, fused: "FusedMoE", x: Tensor, input_ids: Tensor) -> UnfinalizedRows:
+        routing = fused.route(x, input_ids)
+        hidden = fused.up(routing)
+        self.before_last()
+        return fused.down(routing, hidden)

@@ -11,7 +11,7 @@ from specialized_decode.boundary import LinearView
 class ExpertsView(Protocol):
     """Routed experts in place: w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 with the low nibble first and gate rows
     before up rows; scales UE8M0, one per 32 along K. layout: "checkpoint" where they are in that form, else who holds
-    them in a form of its own."""
+    them in a form of its own. "HUMMING" has w13_scale_2 and w2_scale_2 besides; see `moe.expert_layout`."""
 
     @property
     def layout(self) -> str: ...

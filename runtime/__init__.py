@@ -10,10 +10,12 @@ from specialized_decode.runtime.executor import (
 )
 from specialized_decode.runtime.graphs import captures_pure_decode
 from specialized_decode.runtime.host import DecoderLayerView, Host, StockOps, Target
+from specialized_decode.runtime.kernels import KERNELS, kernel_families
 from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS
 
 __all__ = [
     "FUSED_MHC_MAX_ROWS",
+    "KERNELS",
     "DecodeConfig",
     "DecodeOutput",
     "DecodeStep",
@@ -25,5 +27,6 @@ __all__ = [
     "Target",
     "UnsupportedTarget",
     "captures_pure_decode",
+    "kernel_families",
     "step_gates",
 ]

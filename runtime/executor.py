@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from specialized_decode.moe import MoEStep, RoutedExpertGemms, build_routed_expe
 from specialized_decode.runtime.decode_step import DecodeStep, step_gates
 from specialized_decode.runtime.graphs import captures_pure_decode
 from specialized_decode.runtime.host import DecoderLayerView, Target, device_of
+from specialized_decode.runtime.kernels import KERNELS
 from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_family
 from specialized_decode.runtime.warmup import warm_up
 
@@ -62,17 +63,14 @@ class UnsupportedTarget(RuntimeError):
 @dataclass(frozen=True)
 class DecodeConfig:
     """autotune: kernels may time their candidates at start; jit_warmup: everything a step can need is compiled and
-    run once at start, so that no capture compiles; kernels: boundaries run on the Triton kernels where they serve;
-    attention_kernels: so do sparse MLA, indexers and the low-batch projections of our own attention, which runs where
-    `stock` is False or there is no stock. Both are off unless asked for: not all that they have to show has been shown
-    (docs/benchmarks.md), and nothing yet of attention's. stock: what no kernel of ours serves runs on the host engine's
-    own ops, where it has any; False takes the reference ops, for checks; prepared_weights: an engine that repacks its
-    dense weights may keep a copy of them as released, for our own ops."""
+    run once at start, so that no capture compiles; kernels: the families (KERNELS) that run where they serve; stock:
+    what no kernel of ours serves runs on the host engine's own ops, where it has any; False takes the reference ops,
+    for checks; prepared_weights: an engine that repacks its dense weights may keep a copy of them as released, for our
+    own ops."""
 
     autotune: bool = False
     jit_warmup: bool = True
-    kernels: bool = False
-    attention_kernels: bool = False
+    kernels: frozenset[str] = frozenset()
     stock: bool = True
     prepared_weights: bool = True
 
@@ -302,7 +300,7 @@ class SpecializedDecode:
     def _boundary_kernels(self) -> "tuple[FusedBoundary, FusedCoefficients] | tuple[None, None]":
         """The boundary's kernels, or None where the reference ops run."""
         widths, group = self.target.config, self.host.tp_group
-        reason = None if self.config.kernels else "kernels were not asked for"
+        reason = self._not_asked("boundary")
         reason = reason or unsupported(widths.hidden_size, widths.hc_mult, group, self.device)
         if reason is not None:
             logger.info("Boundaries run on %s: %s", "reference ops" if self.stock is None else "the host's ops", reason)
@@ -336,25 +334,22 @@ class SpecializedDecode:
         streams = {layer: self._stream(f"engram {layer}") for layer in engrams}
         return EngramPrefetch(engrams, streams, FUSED_MHC_MAX_ROWS)
 
-    def _candidates(self) -> CandidateOverlap | None:
+    def _candidates(self, layers: Sequence[DecoderLayerView]) -> CandidateOverlap | None:
         source = self.target.config.candidate_source_layer_id
         sizes = [
             layer.attn.indexer.candidate_block_size
-            for layer in self.target.layers
+            for layer in layers
             if layer.attn.indexer is not None and layer.layer_id == source
         ]
         return CandidateOverlap(self._stream("candidates"), sizes[0]) if sizes else None
 
+    def _not_asked(self, family: str) -> str | None:
+        return None if family in self.config.kernels else f"{family} kernels were not asked for"
+
     def _plan_layers(self) -> list[LayerPlan]:
         layers: Sequence[DecoderLayerView] = self.target.layers
-        attentions: Sequence[AttentionStep | StockAttention]
-        gemms: Sequence[RoutedExpertGemms | None]
-        if self.stock is not None:
-            attentions = [StockAttention(partial(self.stock.attention, layer.layer_id)) for layer in layers]
-            gemms = [None] * len(layers)
-        else:
-            attentions = self._attention_steps(layers)
-            gemms = build_routed_expert_gemms([layer.ffn for layer in layers])
+        attentions = self._attentions(layers)
+        gemms = self._gemms(layers)
         plans = []
         for layer, attention, gemm in zip(layers, attentions, gemms, strict=True):
             moe = MoEStep(layer.ffn, gemm, self.gates.low_batch, self._join_boundaries)
@@ -362,14 +357,49 @@ class SpecializedDecode:
             plans.append(LayerPlan(layer.layer_id, layer, attention, moe, engram))
         return plans
 
-    def _attention_steps(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep]:
+    @property
+    def _own_boundaries(self) -> bool:
+        """Whether boundaries take what is published or unfinalized; a host's own take finalized tensors."""
+        return self.stock is None or self.boundaries is not self.stock.boundaries
+
+    def _gemms(self, layers: Sequence[DecoderLayerView]) -> Sequence[RoutedExpertGemms | None]:
+        asked = self._not_asked("moe")
+        reason = asked or (None if self._own_boundaries else "the host's boundaries add no unfinalized rows up")
+        if self.stock is not None and reason is not None:
+            logger.info("Routed experts run on the host's ops: %s", reason)
+            return [None] * len(layers)
+        return build_routed_expert_gemms([layer.ffn for layer in layers], kernels=asked is None)
+
+    def _attentions(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep | StockAttention]:
+        """Beside a host's ops a layer runs on kernels or on the host's; without, on reference ops and kernels."""
+        host = {} if self.stock is None else {i.layer_id: partial(self.stock.attention, i.layer_id) for i in layers}
+        ours = [layer for layer in layers if self.stock is None or self._on_kernels(layer.attn)]
+        steps = {step.attn.layer_id: step for step in self._attention_steps(ours, host)} if ours else {}
+        if host:
+            logger.info("Attention: %d of %d layers on kernels, the others on the host's ops", len(steps), len(layers))
+        return [steps.get(i.layer_id) or StockAttention(host[i.layer_id]) for i in layers]
+
+    def _on_kernels(self, attn: "AttentionView") -> bool:
+        """Whether kernels serve all of a layer's attention: a layer that writes compressed records or selects has ops
+        that none does."""
+        if "attention" not in self.config.kernels or attn.indexer is not None or attn.compressor is not None:
+            return False
+        # Where vLLM keeps other records.
+        if self.target.attention_class == "flashinfer_sparse":
+            return False
+        return mla_unsupported(attn, self.device) is None and projections_unsupported(attn, self.device) is None
+
+    def _attention_steps(
+        self, layers: Sequence[DecoderLayerView], host: Mapping[int, Callable[[Tensor, Tensor], Tensor]]
+    ) -> list[AttentionStep]:
+        """host: by layer, what runs its steps of more rows than kernels take."""
         self.aux_streams = AuxStreams(self._stream("compressor"), self._stream("indexer"))
-        self.candidates = self._candidates()
+        self.candidates = self._candidates(layers)
         self.sparse_mla = self._sparse_mla_kernels(layers)
         fused_projections = self._projection_kernels(layers)
         fused_indexer = self._index_kernels(layers)
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
-        publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device)
+        publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device) if self._own_boundaries else None
         steps = []
         for layer in layers:
             indexer = layer.attn.indexer
@@ -387,6 +417,7 @@ class SpecializedDecode:
                 fused=self.sparse_mla,
                 projections=fused_projections(layer.attn) if fused_projections is not None else None,
                 index=fused_indexer(layer.attn) if fused_indexer is not None and indexer is not None else None,
+                host=host.get(layer.layer_id),
             )
             steps.append(step)
         if fused_projections is not None:
@@ -401,9 +432,10 @@ class SpecializedDecode:
         """What prepares a selecting layer for the kernels of compressor and indexer, which run beside those of sparse
         MLA; or None where the reference ops run."""
         reason = None if self.sparse_mla is not None else "sparse MLA has no kernels"
-        for layer in layers:
-            if layer.attn.indexer is not None:
-                reason = reason or index_unsupported(layer.attn, self.device)
+        selecting = [layer.attn for layer in layers if layer.attn.indexer is not None]
+        reason = reason or (None if selecting else "no layer selects here")
+        for attn in selecting:
+            reason = reason or index_unsupported(attn, self.device)
         if reason is not None:
             logger.info("Indexers run on reference ops: %s", reason)
             return None
@@ -416,7 +448,7 @@ class SpecializedDecode:
         self, layers: Sequence[DecoderLayerView]
     ) -> "Callable[[AttentionView], FusedProjections] | None":
         """What prepares a layer's projections for the kernels, or None where the reference ops run."""
-        reason = None if self.config.attention_kernels else "attention kernels were not asked for"
+        reason = self._not_asked("attention")
         for layer in layers:
             reason = reason or projections_unsupported(layer.attn, self.device)
         if reason is not None:
@@ -428,7 +460,7 @@ class SpecializedDecode:
 
     def _sparse_mla_kernels(self, layers: Sequence[DecoderLayerView]) -> "FusedSparseMla | None":
         """The kernels around `wq_b`, which also make the index tables, or None where the reference ops run."""
-        reason = None if self.config.attention_kernels else "attention kernels were not asked for"
+        reason = self._not_asked("attention")
         for layer in layers:
             reason = reason or mla_unsupported(layer.attn, self.device)
         if reason is not None:
@@ -445,6 +477,8 @@ class SpecializedDecode:
 def _refusals(target: Target, config: DecodeConfig) -> list[str]:
     """Why the executor cannot run `target`, all of it."""
     reasons = []
+    if unknown := config.kernels - KERNELS:
+        reasons.append(f"kernels: found {', '.join(sorted(unknown))}, expected {', '.join(sorted(KERNELS))}")
     if target.attention_class not in ATTENTION_CLASSES:
         known = ", ".join(ATTENTION_CLASSES)
         reasons.append(f"attention class: found {target.attention_class}, expected one of {known}")
@@ -454,7 +488,7 @@ def _refusals(target: Target, config: DecodeConfig) -> list[str]:
         reasons.append(str(error))
     group, widths = target.host.tp_group, target.config
     # The host's own ops bring their all-reduce along.
-    own_all_reduce = config.kernels or not config.stock or target.stock is None
+    own_all_reduce = "boundary" in config.kernels or not config.stock or target.stock is None
     if group.size > 1 and own_all_reduce and device_of(target).type == "cuda":
         reason = unsupported(widths.hidden_size, widths.hc_mult, group, device_of(target))
         if reason is not None:

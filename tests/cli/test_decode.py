@@ -15,7 +15,7 @@ from specialized_decode.backbone.folder import INDEX_FILE
 from specialized_decode.backbone.model import load_model
 from specialized_decode.backbone.tokenizer import load_tokenizer
 from specialized_decode.cli import decode as module
-from specialized_decode.runtime import DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode
 from tests.cli.conftest import STEP_TIME, Invoke, Run, line, refused, texts
 from tests.helpers.small_plan import compressed_vocab_size
 
@@ -73,7 +73,7 @@ def test_texts_that_differ_are_counted(invoke: Invoke, small_folder: Path, monke
     assert all(plain != executor for _, _, plain, executor in texts(result.stdout))
 
 
-@pytest.mark.parametrize("flags", [(), ("--kernels",), ("--kernels", "--attention-kernels")])
+@pytest.mark.parametrize("flags", [(), ("--kernels",)])
 def test_reference_ops_on_request(
     invoke: Invoke, small_folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
@@ -86,7 +86,7 @@ def test_reference_ops_on_request(
     monkeypatch.setattr(SpecializedDecode, "for_target", recorded)
     result = invoke("decode", small_folder, "--prompt", "a", "--tokens", 2, *flags)
     assert line(result.stdout, "identical tokens") == "2 of 2"
-    assert configs == [DecodeConfig(kernels="--kernels" in flags, attention_kernels="--attention-kernels" in flags)]
+    assert configs == [DecodeConfig(kernels=KERNELS if flags else frozenset())]
 
 
 def test_rows_past_the_executors_most_say_why(

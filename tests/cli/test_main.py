@@ -6,7 +6,7 @@ import specialized_decode
 from tests.cli.conftest import Invoke, refused
 
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "decode": ("--prompt", "--tokens", "--rows", "--device", "--context", "--kernels", "--attention-kernels"),
+    "decode": ("--prompt", "--tokens", "--rows", "--device", "--context", "--kernels"),
     "make-checkpoint": (
         *("--preset", "--layers", "--experts", "--shard-tp", "--drafts", "--seed"),
         *("--no-weights", "--workers", "--replace"),

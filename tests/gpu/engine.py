@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
-os.environ.update(ENVIRONMENT)
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 
 @dataclass
@@ -85,6 +86,23 @@ def register_text_model() -> None:
     ModelRegistry.register_model("DeepseekV41ForCausalLM", DeepseekV41LLMForCausalLM)
 
 
+def engine_settings(graph_sizes: Sequence[int]) -> dict[str, Any]:
+    """LLM's options that every engine here has. graph_sizes: tokens of a step, each with a graph of its own."""
+    return {
+        "kv_cache_dtype": "fp8",
+        "enable_prefix_caching": False,
+        "limit_mm_per_prompt": {},
+        "disable_log_stats": False,
+        "enable_trace_replay": True,
+        "compilation_config": {
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": list(graph_sizes),
+            "mode": 0,
+        },
+        "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
+    }
+
+
 @dataclass
 class Engine:
     """A built engine. seconds: what its construction took; before: bytes of GPU memory allocated until then."""
@@ -94,25 +112,12 @@ class Engine:
     before: int
 
     @classmethod
-    def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> "Engine":
-        """Starts vLLM on one GPU; `options` are LLM's, over the ones that every engine here has."""
+    def build(cls, folder: Path, graph_sizes: Sequence[int], **options: Any) -> Self:
+        """Starts vLLM, on one GPU by default; `options` are LLM's, over the ones that every engine here has."""
         from vllm import LLM
 
-        settings: dict[str, Any] = {
-            "kv_cache_dtype": "fp8",
-            "enable_prefix_caching": False,
-            "limit_mm_per_prompt": {},
-            "disable_log_stats": False,
-            "enable_trace_replay": True,
-            "compilation_config": {
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": list(graph_sizes),
-                "mode": 0,
-            },
-            "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
-        }
         start, before = time.monotonic(), torch.cuda.memory_allocated()
-        llm = LLM(model=str(folder), **settings | options)
+        llm = LLM(model=str(folder), **engine_settings(graph_sizes) | options)
         return cls(llm, time.monotonic() - start, before)
 
     @property
@@ -125,6 +130,10 @@ class Engine:
         """The engine's tests.gpu.recorder.Recorder."""
         (found,) = (p for p in self.runner.sampler.logits_processors if type(p).__name__ == "Recorder")
         return found
+
+    def take(self) -> dict[str, Any]:
+        """What the recorder has kept since the last call: a tests.gpu.recorder.Recording by request."""
+        return dict(self.recorder.take())
 
     @property
     def kv_blocks(self) -> int:
@@ -193,7 +202,7 @@ def take_logits(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, Tenso
     Raises RuntimeError where a step is missing, or where an id beyond the trained ones has a logit other than zero.
     """
     logits = {}
-    for name, recording in engine.recorder.take().items():
+    for name, recording in engine.take().items():
         count = len(tokens[name])
         missing = sorted(set(range(count)) - recording.steps)
         if missing:

@@ -84,11 +84,12 @@ def make_gemms_repeatable() -> None:
     from humming.kernel.humming import HummingKernel
 
     resolve = HummingKernel._resolve_configs
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def resolved(layer: Any, compute: Any, tuning: Any, device: Any = None) -> Any:
         layer_config, compute_config, found = resolve(layer, compute, tuning, device)
         columns = int(layer_config["shape_n"])
+        # Asked here, not above: a worker process calls this function before it has chosen its GPU.
+        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         if isinstance(found, Sequence):
             return (
                 layer_config,

@@ -23,15 +23,15 @@ CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...
     "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (1, 1), (2, 4), (3, 2))),
+    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2))),
     "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1),)),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
     "padding alone": (Shape(heads=8), (0, 0), ((1, 1),)),
     "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1))),
-    "drafts": (Shape(heads=16, count=6), (700, 6, 0), ((10, 1),)),
+    "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
     "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2),)),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700, 3), ((3, 4),)),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4),)),
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
@@ -41,7 +41,6 @@ INSERTED: dict[str, tuple[int, int]] = {
     "window only": (2, 1),
     "4 heads, small widths": (1, 1),
     "32 heads": (10, 2),
-    "padding alone": (5, 1),
 }
 # Tokens before the first of the steps; requests of a step, one padding, in no order.
 LENGTHS, CHOSEN, STEPS = [0, 1, 47, 48, 110], [3, 0, -1, 4, 2, 1], 2

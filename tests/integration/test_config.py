@@ -309,7 +309,7 @@ def test_deployment_config(engine_config: Build, monkeypatch: Patch) -> None:
     monkeypatch.setattr(theirs, "handlers", [seen])
     monkeypatch.setattr(theirs, "level", logging.INFO)
     found = check.deployment_config(configuration)
-    assert (found.autotune, found.jit_warmup, found.kernels) == (False, True, False)
+    assert (found.autotune, found.jit_warmup, found.kernels) == (False, True, frozenset())
     count, prepared = len(check.REQUIREMENTS), Deployment.gather(configuration).prepared
     (line,) = [line for line in seen.lines if line.startswith("decode_backend")]
     assert line == (

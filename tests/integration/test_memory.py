@@ -9,7 +9,14 @@ import torch
 
 from specialized_decode.backbone.presets import CheckpointPlan
 from specialized_decode.backbone.writer import flash_plan, plan_tensors, tiny_plan
-from specialized_decode.integration.memory import mixer_bytes, prepared_bytes, projection_bytes, weight_bytes
+from specialized_decode.integration.memory import (
+    mixer_bytes,
+    prepared_bytes,
+    projection_bytes,
+    reader_layers,
+    shared_expert_bytes,
+    weight_bytes,
+)
 
 
 def _text(plan: CheckpointPlan) -> Any:
@@ -72,30 +79,42 @@ def test_projections_are_attentions_weights_once_more() -> None:
 
     text = _text(flash_plan())
     shapes = ((1792, 5120), (8192, 1280), (2048, 4096), (5120, 2048))
-    assert projection_bytes(text, 4) == round(40 * sum(n * k for n, k in shapes) * (1 + 1 / 1024))
+    assert projection_bytes(text, 4, 40) == round(40 * sum(n * k for n, k in shapes) * (1 + 1 / 1024))
     n, k = shapes[2]
     copy = prepare_fp8(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n // 32, k // 32, dtype=torch.uint8))
     assert copy.words.nbytes + copy.scales.nbytes == n * k * (1 + 1 / 1024)
 
 
+def test_layers_that_write_no_records_and_select_nothing() -> None:
+    text = _text(flash_plan())
+    sources = {*text.kv_source_layer_ids, *text.index_source_layer_ids}
+    assert reader_layers(text) == 40 - len(sources) and len(sources) == 8
+
+
 @pytest.mark.parametrize(
-    ("switches", "dense", "mixers"),
+    ("switches", "dense", "shared", "projections", "mixers"),
     [
-        ({}, False, False),
-        ({"decode_prepared_weights": False}, False, False),
-        ({"decode_reference_ops": True}, True, False),
-        ({"decode_kernels": True}, False, True),
-        ({"decode_reference_ops": True, "decode_kernels": True}, True, True),
-        ({"decode_reference_ops": True, "decode_attention_kernels": True}, True, False),
+        ({}, False, False, None, False),
+        ({"decode_prepared_weights": False}, False, False, None, False),
+        ({"decode_reference_ops": True}, True, False, None, False),
+        ({"decode_kernels": True}, False, True, "readers", True),
+        ({"decode_kernels": ["boundary"]}, False, False, None, True),
+        ({"decode_kernels": ["moe", "boundary"]}, False, True, None, True),
+        ({"decode_reference_ops": True, "decode_kernels": True}, True, False, "all", True),
     ],
 )
 def test_room_is_asked_for_what_is_kept(
-    engine_config: Callable[..., Any], switches: dict[str, bool], dense: bool, mixers: bool
+    engine_config: Callable[..., Any],
+    switches: dict[str, Any],
+    dense: bool,
+    shared: bool,
+    projections: str | None,
+    mixers: bool,
 ) -> None:
     from specialized_decode.integration.facts import Deployment
 
     config = engine_config(additional_config={"decode_backend": "latency_specialized", **switches})
     text = config.model_config.hf_text_config
-    expected = prepared_bytes(text, 1) * dense + mixer_bytes(text) * mixers
-    expected += projection_bytes(text, 1) * switches.get("decode_attention_kernels", False)
-    assert Deployment.gather(config).prepared == expected
+    layers = {None: 0, "readers": reader_layers(text), "all": text.num_hidden_layers}[projections]
+    expected = prepared_bytes(text, 1) * dense + mixer_bytes(text) * mixers + shared_expert_bytes(text, 1) * shared
+    assert Deployment.gather(config).prepared == expected + projection_bytes(text, 1, layers)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specialized_decode.integration import plugin
-from specialized_decode.runtime import DecodeConfig
+from specialized_decode.runtime import KERNELS, DecodeConfig
 from tests.integration import vllm_model
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -161,17 +161,15 @@ def test_other_values_are_refused_by_name(model_module: Any, engine_config: Call
     ("options", "switched"),
     [
         ({}, {}),
-        ({"decode_kernels": True}, {"kernels": True}),
+        ({"decode_kernels": True}, {"kernels": KERNELS}),
+        ({"decode_kernels": ["boundary", "moe"]}, {"kernels": frozenset({"boundary", "moe"})}),
+        ({"decode_kernels": []}, {}),
         ({"decode_reference_ops": True}, {"stock": False}),
-        (
-            {"decode_reference_ops": True, "decode_attention_kernels": True},
-            {"stock": False, "attention_kernels": True},
-        ),
         ({"decode_prepared_weights": False}, {"prepared_weights": False}),
     ],
 )
 def test_the_option_asks_for_the_executor(
-    model_module: Any, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], switched: dict[str, bool]
+    model_module: Any, monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], switched: dict[str, Any]
 ) -> None:
     """After the deployment check, whose answer is the model's configuration, with what the switches ask for."""
     from specialized_decode.integration import config as check
@@ -211,16 +209,40 @@ def test_switches_are_bools(model_module: Any, monkeypatch: pytest.MonkeyPatch, 
     from specialized_decode.integration import config as check
 
     monkeypatch.setattr(check, "deployment_config", lambda config: DecodeConfig())
-    with pytest.raises(ValueError, match=f"{name}: found .*, expected true or false"):
+    with pytest.raises(ValueError, match=f"{name}: found .*, expected true(,| or) false"):
         model_module.specialized_decode_config(asked({"decode_backend": "latency_specialized", name: value}))
 
 
-def test_reference_ops_need_prepared_weights(model_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [["mHC"], ["boundary", 1], "boundary"])
+def test_kernels_are_asked_for_by_name(model_module: Any, monkeypatch: pytest.MonkeyPatch, names: object) -> None:
     from specialized_decode.integration import config as check
 
     monkeypatch.setattr(check, "deployment_config", lambda config: DecodeConfig())
-    options = {"decode_reference_ops": True, "decode_prepared_weights": False}
-    with pytest.raises(ValueError, match="decode_prepared_weights: found False, which decode_reference_ops reads"):
+    with pytest.raises(ValueError) as caught:
+        model_module.specialized_decode_config(
+            asked({"decode_backend": "latency_specialized", "decode_kernels": names})
+        )
+    assert f"decode_kernels: found {names!r}, expected true, false or a list of attention, boundary, moe" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [
+        ({"decode_reference_ops": True}, "decode_reference_ops"),
+        ({"decode_kernels": True}, r"decode_kernels \(attention\)"),
+        ({"decode_kernels": ["boundary", "moe"]}, r"decode_kernels \(moe\)"),
+    ],
+)
+def test_some_switches_need_prepared_weights(
+    model_module: Any, monkeypatch: pytest.MonkeyPatch, reader: dict[str, object], name: str
+) -> None:
+    from specialized_decode.integration import config as check
+
+    monkeypatch.setattr(check, "deployment_config", lambda config: DecodeConfig())
+    options = {**reader, "decode_prepared_weights": False}
+    with pytest.raises(ValueError, match=f"decode_prepared_weights: found False, which {name} reads"):
         model_module.specialized_decode_config(asked({"decode_backend": "latency_specialized", **options}))
 
 

@@ -40,11 +40,17 @@ GEMMS = """
     HummingKernel.__new__ = lambda cls, **config: mock.Mock(kernel_id=7)
     HummingKernel.compile_many = lambda specs, device: [mock.Mock(kernel_id=8 + i) for i in range(len(specs))]
     properties = mock.Mock(multi_processor_count=132)
-    with mock.patch("torch.cuda.get_device_properties", return_value=properties):
-        make_gemms_repeatable()
-    with mock.patch("torch.cuda.device"), mock.patch("humming.kernel.humming.get_device_index", return_value=0):
+    # Before the process has chosen its GPU: nothing of CUDA may be asked.
+    make_gemms_repeatable()
+    with (
+        mock.patch("torch.cuda.current_device", return_value=1),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties) as asked,
+        mock.patch("torch.cuda.device"),
+        mock.patch("humming.kernel.humming.get_device_index", return_value=0),
+    ):
         assert HummingKernel.prepare_kernels({"a": 1}).tolist() == [0, 1 << 30, 7, 10]
         assert HummingKernel.prepare_kernels({"a": 2}).tolist() == [0, 8, 8, 10, 8, 16, 9, 0]
+        assert {call.args for call in asked.call_args_list} == {(1,)}
 """
 
 

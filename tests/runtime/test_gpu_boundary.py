@@ -7,7 +7,7 @@ import torch
 
 from specialized_decode.attention import AttentionStep
 from specialized_decode.backbone.engine import Captured
-from specialized_decode.runtime import DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode
 from tests.helpers.runtime_model import Pair, Seen
 
 CONTEXTS = (1, 2, 17, 33, 48, 49, 64, 97, 180)
@@ -17,12 +17,12 @@ STEPS = 4
 class TwoExecutors:
     """A pair whose captures are taken by both executors, and replayed from one state."""
 
-    def __init__(self, folder: Path, attention: bool) -> None:
+    def __init__(self, folder: Path, families: frozenset[str]) -> None:
         self.pair = Pair(folder, device="cuda", max_rows=72, max_context=256, max_tokens=512)
         self.pair.backbone.set_aux_layers((1,))
         self.reference = self.pair.executor
         self.kernels = SpecializedDecode.for_target(
-            self.pair.backbone, DecodeConfig(kernels=True, attention_kernels=attention), self.pair.model.lm_head
+            self.pair.backbone, DecodeConfig(kernels=families), self.pair.model.lm_head
         )
         self.captures: dict[tuple[int, int], tuple[Captured, Captured]] = {}
 
@@ -36,7 +36,7 @@ class TwoExecutors:
         return self.captures[requests, count]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["boundary", "boundary and attention"])
+@pytest.fixture(scope="module", params=[frozenset({"boundary"}), KERNELS], ids=["boundary", "all"])
 def two(tiny_folder: Path, request: pytest.FixtureRequest) -> TwoExecutors:
     return TwoExecutors(tiny_folder, request.param)
 
@@ -47,7 +47,7 @@ def test_kernels_are_used(two: TwoExecutors) -> None:
     steps = [plan.attention for plan in two.kernels.layers]
     for step in steps:
         assert isinstance(step, AttentionStep)
-        asked = two.kernels.config.attention_kernels
+        asked = "attention" in two.kernels.config.kernels
         assert (step.fused is not None, step.projections is not None) == (asked, asked)
 
 

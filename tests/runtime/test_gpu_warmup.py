@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from specialized_decode.runtime import DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode
 from tests.helpers.runtime_model import Pair
 
 ROWS = (1, 4, 5, 16, 17, 48, 49, 70)
 
 
-@pytest.mark.parametrize("attention", [False, True])
-def test_no_capture_compiles(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, attention: bool) -> None:
+@pytest.mark.parametrize("families", [frozenset({"boundary"}), KERNELS], ids=["boundary", "all"])
+def test_no_capture_compiles(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, families: frozenset[str]) -> None:
     """Every row count's kernels are there before its capture, on both sides of every gate."""
     import triton
 
@@ -24,7 +24,7 @@ def test_no_capture_compiles(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
         compiled.append(str(getattr(fn, "name", fn)))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    config = DecodeConfig(kernels=True, attention_kernels=attention)
+    config = DecodeConfig(kernels=families)
     pair.executor = SpecializedDecode.for_target(pair.backbone, config, pair.model.lm_head)
     # In a process of its own it compiles all of them here.
     compiled.clear()

@@ -1,0 +1,219 @@
+"""Requests with DSpark: what comes out, how many drafts are accepted, and the aux hidden states of what stays."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu.compare import NOISE_ROOM
+from tests.gpu.engine import Engine
+from tests.gpu.rank_worker import row_hashes
+from tests.gpu.scenarios import prompt
+
+DRAFTS = 5
+# How often a draft at each place is accepted, given in vLLM's form; None for the real decision.
+RATES: dict[str, tuple[float, ...] | None] = {
+    "none": (0.0,) * DRAFTS,
+    "mixed": (0.9, 0.75, 0.55, 0.4, 0.25),
+    "all": (1.0,) * DRAFTS,
+    "real": None,
+}
+# One token, the window's edge, and past the top-k.
+LENGTHS, TOKENS = (1, 127, 300, 2100), 96
+# Tokens of a verification step: 1, 2 and 4 requests.
+GRAPH_SIZES = (6, 12, 24)
+# Every so many values of an aux hidden state are kept, for a distance; the hash is of all.
+KEPT = 20
+
+
+@dataclass
+class Drafted:
+    """One request's run.
+
+    tokens, logprobs: its output; accepted: how many tokens each verification step yielded; hashes, values: by position,
+    of each aux hidden state [layers] and [layers, hidden / KEPT], of tokens that stayed.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    hashes: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+Run = dict[str, Drafted]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How two runs of a request differ, over the tokens that they share.
+
+    tokens: shared ones; whole: whether those are all; accepted, aux: whether the accepted counts and the aux hidden
+    states' bits are the same; logprob: the largest difference of a token's log-probability; rms: of the aux hidden
+    states, relative to their own.
+    """
+
+    tokens: int
+    whole: bool
+    accepted: bool
+    aux: bool
+    logprob: float
+    rms: float
+
+    @property
+    def same(self) -> bool:
+        return self.whole and self.accepted and self.aux and self.logprob == 0
+
+
+def compare_drafted(expected: Drafted, found: Drafted, prompt_tokens: int) -> Apart:
+    """Compares two runs of a request. Raises ValueError where a shared position has no aux hidden states."""
+    pairs = list(zip(expected.tokens, found.tokens, strict=False))
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    whole = shared == len(expected.tokens) == len(found.tokens)
+    # The last token is no input; that and what follows it may be computed, and is not asked for.
+    positions = range(prompt_tokens + shared - 1)
+    for name, run in (("expected", expected), ("found", found)):
+        if missing := [position for position in positions if position not in run.hashes]:
+            raise ValueError(f"{name}: no aux hidden states at positions {missing[:5]}")
+    aux = all(torch.equal(expected.hashes[at], found.hashes[at]) for at in positions)
+    first, second = (torch.stack([run.values[at] for at in positions]).double() for run in (expected, found))
+    rms = float((first - second).square().mean().sqrt() / first.square().mean().sqrt())
+    # The token at which they part has the same inputs on both sides, but is another one.
+    errors = [abs(a - b) for a, b in zip(expected.logprobs[:shared], found.logprobs[:shared], strict=True)]
+    return Apart(shared, whole, expected.accepted == found.accepted, aux, max(errors, default=0.0), rms)
+
+
+class DraftsWatch:
+    """Keeps what vLLM's speculator is given at each step, apart from the executor."""
+
+    def __init__(self, speculator: Any) -> None:
+        self.runs: Run = {}
+        stock = speculator.propose
+
+        def propose(
+            input_batch: Any,
+            attn: Any,
+            slots: Any,
+            hidden: Any,
+            aux: Any,
+            sampled: Any,
+            rejected: Any,
+            *args: Any,
+            **kw: Any,
+        ) -> Any:
+            if not kw.get("dummy_run"):
+                self.keep(input_batch, aux, sampled, rejected)
+            return stock(input_batch, attn, slots, hidden, aux, sampled, rejected, *args, **kw)
+
+        speculator.propose = propose
+
+    def keep(self, batch: Any, aux: Sequence[Tensor], sampled: Tensor, rejected: Tensor) -> None:
+        """Adds one step's rows; rejected drafts' are left out."""
+        count = batch.num_tokens
+        positions, starts = batch.positions[:count].tolist(), batch.query_start_loc_np
+        hashes = torch.stack([row_hashes(one[:count]) for one in aux], 1).cpu()
+        values = torch.stack([one[:count, ::KEPT] for one in aux], 1).cpu()
+        yielded, dropped = sampled.tolist(), rejected.tolist()
+        for row, name in enumerate(batch.req_ids):
+            # vLLM adds to a request's name.
+            run = self.runs.setdefault(name.partition("-")[0], Drafted())
+            for at in range(int(starts[row]), int(starts[row + 1]) - dropped[row]):
+                run.hashes[positions[at]], run.values[positions[at]] = hashes[at], values[at]
+            if not batch.is_prefilling_np[row]:
+                run.accepted.append(yielded[row])
+
+    def take(self) -> Run:
+        """What was kept since the last call."""
+        taken, self.runs = self.runs, {}
+        return taken
+
+
+def set_rates(sampler: Any, rates: Sequence[float] | None) -> None:
+    """Sets how often drafts are accepted. sampler: vLLM's RejectionSampler of an engine with synthetic rates."""
+    from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
+
+    conditional = None if rates is None else unconditional_to_conditional_rates(list(rates))
+    device = (
+        sampler.tests_rates.device if hasattr(sampler, "tests_rates") else sampler.synthetic_conditional_rates.device
+    )
+    sampler.tests_rates = torch.tensor(conditional or [], dtype=torch.float32, device=device)
+    sampler.synthetic_conditional_rates = None if conditional is None else sampler.tests_rates
+
+
+def run_drafts(engine: Engine, watch: DraftsWatch, lengths: Sequence[int], first: int = 0) -> Run:
+    """Runs one greedy batch. first: the index of its first request, which decides prompts and draws."""
+    from vllm import SamplingParams
+
+    llm_engine, results = engine.llm.llm_engine, dict[str, Any]()
+    watch.take()
+    for index, length in enumerate(lengths, start=first):
+        # Synthetic decisions draw from the request's seed and the token's position.
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0, seed=77 + index
+        )
+        llm_engine.add_request(f"row{index}", {"prompt_token_ids": prompt(length, 300 + index)}, sampling)
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            results[output.request_id] = output.outputs[0]
+    runs = watch.take()
+    for name, output in results.items():
+        runs[name].tokens = list(output.token_ids)
+        runs[name].logprobs = [
+            step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+    return runs
+
+
+def coverage(name: str, run: Run) -> list[str]:
+    """What a batch with these rates should have caused and did not."""
+    found = {count for one in run.values() for count in one.accepted}
+    wanted = {"none": {1}, "all": {DRAFTS + 1}, "mixed": set(range(1, DRAFTS + 2))}.get(name)
+    if wanted is None:
+        return [] if found else ["no verification steps"]
+    return [] if found == wanted else [f"steps yield {sorted(found)} tokens, expected {sorted(wanted)}"]
+
+
+def judge_drafts(name: str, repeats: dict[str, Apart], found: dict[str, Apart], noise: Apart, expect: str) -> list[str]:
+    """What is wrong with the executor's run of a batch, given stock's against itself: rows that stock repeats are
+    equal, and all others within what another batch does to stock."""
+    failures = (
+        [] if found.keys() == repeats.keys() else [f"requests: found {sorted(found)}, expected {sorted(repeats)}"]
+    )
+    for row, one in found.items():
+        if expect == "identical" and row in repeats and repeats[row].same:
+            failures += [] if one.same else [f"{row}: {asdict(one)}, expected what stock repeats"]
+            continue
+        # Drawn by position, whatever the tokens are.
+        if RATES[name] is not None and not one.accepted:
+            failures.append(f"{row}: other counts of accepted drafts than stock's")
+        for what in ("logprob", "rms"):
+            value, most = getattr(one, what), NOISE_ROOM * getattr(noise, what)
+            if not value <= most:
+                failures.append(f"{row}: {what} {value:.4g}, expected at most {most:.4g}")
+    return failures
+
+
+def save_runs(path: Path, runs: dict[str, Run], repeats: dict[str, dict[str, Apart]], noise: dict[str, Apart]) -> None:
+    """Saves stock's runs by rates, how they repeat, and its noise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(
+        {
+            "runs": {name: {row: vars(one) for row, one in run.items()} for name, run in runs.items()},
+            "repeats": {name: {row: asdict(one) for row, one in rows.items()} for name, rows in repeats.items()},
+            "noise": {name: asdict(one) for name, one in noise.items()},
+        },
+        path,
+    )
+
+
+def load_runs(path: Path) -> tuple[dict[str, Run], dict[str, dict[str, Apart]], dict[str, Apart]]:
+    """What `save_runs` saved."""
+    data = torch.load(path)
+    return (
+        {name: {row: Drafted(**one) for row, one in run.items()} for name, run in data["runs"].items()},
+        {name: {row: Apart(**one) for row, one in rows.items()} for name, rows in data["repeats"].items()},
+        {name: Apart(**one) for name, one in data["noise"].items()},
+    )

@@ -1,0 +1,130 @@
+"""The two-GPU script's own logic: what it starts, and that it finds ranks that differ or were not named."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import vllm_two_gpus
+from tests.gpu.compare import Difference
+from tests.gpu.outputs import Recorded
+from tests.gpu.rank_worker import row_hashes
+from tests.gpu.ranks import Alike, compare_ranks, long_script
+from tests.gpu.scenarios import MAX_ROWS, largest_batch
+from tests.gpu.two_gpu_phases import NAMES, check_ranks, judge_long, lacking_failures, lost_failures
+from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
+
+JOBS = """
+checkpoint tp2-stock tp2-executor lacking killed stopped http-stock http-executor
+checkpoint-drafts drafts-stock drafts-executor vision-stock vision-executor
+"""
+
+
+def taken(hidden: list[int], logits: list[list[float]]) -> dict[str, Any]:
+    return {"hidden": torch.tensor(hidden), "recordings": {"a": (torch.tensor(logits),)}}
+
+
+def test_hashes_tell_values_and_places_apart() -> None:
+    rows = torch.randn(3, 5120).bfloat16()
+    swapped, other = rows.clone(), rows.clone()
+    swapped[0, [7, 9]] = rows[0, [9, 7]]
+    other[1, 5119] = -rows[1, 5119]
+    first = row_hashes(rows)
+    assert torch.equal(first, row_hashes(rows.clone()))
+    assert (row_hashes(swapped) != first).tolist() == [True, False, False]
+    assert (row_hashes(other) != first).tolist() == [False, True, False]
+
+
+def test_ranks_are_compared_bit_for_bit() -> None:
+    nan = float("nan")
+    same = taken([1, 2], [[1.0, 2.0], [nan, nan]])
+    assert compare_ranks([same, same]) == Alike(2, 0, 0)
+    assert compare_ranks([same, taken([1, 3], [[1.0, 2.0], [nan, nan]])]) == Alike(2, 1, 0)
+    assert compare_ranks([taken([1], [[0.0]]), taken([1], [[-0.0]])]) == Alike(1, 0, 1)
+    with pytest.raises(RuntimeError, match="rank 1: found 1 rows"):
+        compare_ranks([same, taken([1], [[1.0, 2.0], [nan, nan]])])
+    assert check_ranks(Alike(5, 0, 0)) == []
+    assert check_ranks(Alike(5, 0, 1)) and check_ranks(Alike(5, 1, 0)) and check_ranks(Alike())
+
+
+def test_the_script_changes_batches_for_all_its_steps() -> None:
+    script = long_script(1000)
+    assert script[0].output_tokens == 1000
+    assert len({request.name for request in script}) == len(script)
+    assert any(request.abort for request in script)
+    assert 4 < largest_batch(script) <= MAX_ROWS
+    assert max(request.step + request.output_tokens for request in script[1:]) < 1010
+
+
+def test_rows_that_stock_repeats_are_exact() -> None:
+    same, noisy = Difference(steps=4), Difference(steps=4, differing=1, largest=0.1, rms=0.01)
+    recorded = Recorded([], [{"a": same, "b": noisy}], noisy)
+    assert judge_long({"a": same, "b": noisy}, recorded, "identical") == []
+    assert judge_long({"a": noisy, "b": noisy}, recorded, "identical")[0].startswith("a: logits differ in 1 of 4")
+    assert judge_long({"a": same, "b": replace(noisy, rms=0.02)}, recorded, "identical")
+    assert judge_long({"a": noisy, "b": noisy}, recorded, "close") == []
+    assert judge_long({"a": same}, recorded, "close") == ["requests: found 1, expected stock's 2"]
+
+
+def test_both_ranks_say_what_is_missing() -> None:
+    first, second = "x here, less on another rank; expected", "found VLLM_HUMMING_USE_F16_ACCUM=1; expected none"
+    took = "rank 0: refused after 1.250 s\nrank 1: refused after 1.300 s"
+    assert lacking_failures(f"{first}\n{second}\n{took}") == []
+    assert len(lacking_failures(f"{first}\n{took}")) == len(lacking_failures(f"{second}\n{took}")) == 1
+    assert lacking_failures(f"{first}\n{second}") == ["found ranks [] refusing, expected [0, 1]"]
+    late = took.replace("1.300", "31.300")
+    assert lacking_failures(f"{first}\n{second}\n{late}") == ["rank 1: raised after 31.3 s, expected at most 10 s"]
+
+
+@pytest.mark.parametrize(
+    "log", ["row 0 of rank 1 did not come within 10 s", "found rank 1 (process 77) ended", "VllmWorker-1 died"]
+)
+def test_the_lost_rank_is_named_in_time(log: str) -> None:
+    assert lost_failures("EngineDeadError", 12, log, 77, NAMES) == []
+    assert lost_failures("EngineDeadError", 26, log, 77, NAMES) == [
+        "the engine ended after 26.0 s, expected at most 25 s"
+    ]
+    assert lost_failures("", 12, log, 77, NAMES) == ["the engine went on, expected an error"]
+    assert lost_failures("EngineDeadError", 12, "rank 0 (process 7) ended", 77, NAMES) == ["nothing names rank 1"]
+
+
+def test_a_stopped_rank_is_named_by_the_executor() -> None:
+    vllm = "VllmWorker-1 died"
+    assert lost_failures("EngineDeadError", 12, "row 0 of rank 1 did not come", 77, NAMES[:1]) == []
+    assert lost_failures("EngineDeadError", 12, vllm, 77, NAMES[:1]) == ["nothing names rank 1"]
+
+
+def test_jobs(tmp_path: Path) -> None:
+    args = vllm_two_gpus.arguments(["--out", str(tmp_path), "--work", str(tmp_path / "w")])
+    found = {job.name: job for job in vllm_two_gpus.jobs(args)}
+    assert list(found) == JOBS.split()
+    assert found["tp2-stock"].environment["VLLM_PLUGINS"] == NAME
+    assert found["tp2-executor"].environment["VLLM_PLUGINS"] == f"specialized_decode,{NAME}"
+    assert found["tp2-executor"].environment[REPEATABLE] == found["lacking"].environment[LACKING] == "1"
+    for name in ("killed", "stopped"):
+        assert '{"decode_kernels": true}' in found[name].command
+        assert found[name].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert "--minutes 1 " in " ".join(found["http-stock"].command)
+    assert "--minutes 5 " in " ".join(found["http-executor"].command)
+    assert found["http-executor"].files == (tmp_path / "w" / "store" / "http.json",)
+    assert found["http-executor"].seconds < args.budget
+    for kind, stored in (("drafts", "drafts.pt"), ("vision", "vision.pt")):
+        stock, executor = found[f"{kind}-stock"], found[f"{kind}-executor"]
+        assert stock.environment == {"VLLM_PLUGINS": ""} and executor.environment == {}
+        assert executor.files == (args.store / stored,) and stock.command[3] == executor.command[3]
+    assert found["drafts-stock"].command[3] == found["checkpoint-drafts"].command[2]
+    assert found["vision-stock"].command[3] == found["checkpoint"].command[2]
+    for name in JOBS.split()[1:8]:
+        assert found[name].environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        assert found[name].command[1] == name
+
+
+def test_the_plugin_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import entry_points
+
+    write_metadata(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (entry,) = (one for one in entry_points(group="vllm.general_plugins") if one.name == NAME)
+    assert entry.load().__name__ == "register"

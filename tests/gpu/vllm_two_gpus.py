@@ -1,0 +1,140 @@
+"""Shows on two GPUs what the executor does with two tensor-parallel ranks inside vLLM.
+
+`python -m tests.gpu.vllm_two_gpus --out OUT`, as tests/gpu/vllm_one_gpu.py: jobs with phases, resumed where a call
+stopped. Stock and the executor play 1000 steps alike; a rank lacks a requirement, is killed, and is stopped; OpenAI
+clients come to a server for minutes; and on one of the GPUs, DSpark's drafts and requests with an image.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, Session, table, write_results
+from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
+
+WORK, MODELS = Path("/tmp/specialized-decode/run2"), Path("/tmp/specialized-decode/models")
+# No multicast: peers store into each other's memory.
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    # Workers must not inherit what the scheduler's process has done, and need their names from the start.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """All jobs, the most important first."""
+    folder = args.models / f"flash-tp{args.shard_tp}-{LAYERS}-{args.experts}"
+    drafts = args.models / f"flash-drafts-{LAYERS}-{args.experts}"
+
+    def make(folder: Path, shard_tp: int, *more: str) -> tuple[str, ...]:
+        preset = ("--preset", "flash", "--layers", str(LAYERS), "--experts", str(args.experts))
+        widths = ("--shard-tp", str(shard_tp), "--replace")
+        return ("specialized_decode.cli.main", "make-checkpoint", str(folder), *preset, *widths, *more)
+
+    path = os.pathsep.join(filter(None, [str(ROOT), str(args.work / "plugin"), os.environ.get("PYTHONPATH", "")]))
+    both = f"specialized_decode,{NAME}"
+
+    # As it is served: the scheduler in a process of its own.
+    served = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+    def engine(
+        name: str, option: dict[str, bool], seconds: float, more: dict[str, str], files: tuple[Path, ...] = ()
+    ) -> Job:
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        given = json.dumps(json.loads(args.executor_option) | option)
+        command = ("tests.gpu.two_gpu_phases", name, *paths, "--executor-option", given, "--expect", args.expect)
+        plugins = NAME if name == "tp2-stock" else both
+        environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins} | more
+        return Job(name, command, seconds, ("checkpoint",), files, environment)
+
+    def server(name: str, minutes: float, files: tuple[Path, ...] = ()) -> Job:
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        given = ("--ranks", str(args.ranks), "--minutes", f"{minutes:g}", "--executor-option", args.executor_option)
+        environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": NAME if name == "http-stock" else both}
+        command = ("tests.gpu.http_phases", name, *paths, *given)
+        return Job(name, command, 60 * minutes + 180, ("checkpoint",), files, environment | served)
+
+    def one_gpu(module: str, name: str, folder: Path, needs: str, stored: str) -> Job:
+        """In one process, on one GPU, as vllm_one_gpu.py's engines."""
+        stock = name.endswith("-stock")
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        given = ("--executor-option", args.executor_option, "--expect", args.expect)
+        files = () if stock else (args.store / stored,)
+        environment = {"VLLM_PLUGINS": ""} if stock else {}
+        return Job(name, (f"tests.gpu.{module}", name, *paths, *given), 150, (needs,), files, environment)
+
+    return [
+        Job("checkpoint", make(folder, args.shard_tp), 120, phased=False),
+        engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
+        engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
+        engine("lacking", {}, 90, served | {LACKING: "1"}),
+        engine("killed", {"decode_kernels": True}, 120, served),
+        engine("stopped", {"decode_kernels": True}, 120, served),
+        server("http-stock", min(1, args.minutes)),
+        server("http-executor", args.minutes, (args.store / "http.json",)),
+        Job("checkpoint-drafts", make(drafts, SHARD_TP, "--drafts", "3"), 120, phased=False),
+        one_gpu("drafts_phases", "drafts-stock", drafts, "checkpoint-drafts", "drafts.pt"),
+        one_gpu("drafts_phases", "drafts-executor", drafts, "checkpoint-drafts", "drafts.pt"),
+        one_gpu("vision_phases", "vision-stock", folder, "checkpoint", "vision.pt"),
+        one_gpu("vision_phases", "vision-executor", folder, "checkpoint", "vision.pt"),
+    ]
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--jobs", default="", help="jobs to run, with commas; all by default")
+    parser.add_argument("--expect", choices=["identical", "close"], default="identical", help="close: on other kernels")
+    parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
+    parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default: 384)")
+    parser.add_argument("--shard-tp", type=int, default=2, help="the folder's widths are 1/N of the release's")
+    parser.add_argument("--minutes", type=float, default=5, help="how long clients come over HTTP (default: 5)")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs of the HTTP server (default: 2)")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all (default: 570)")
+    parser.add_argument("--again", action="store_true", help="run jobs again that passed in an earlier call")
+    parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"logs and records (default: {WORK})")
+    parser.add_argument("--models", type=Path, default=MODELS, help=f"model folders (default: {MODELS})")
+    parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: WORK/store, copied to OUT)")
+    args = parser.parse_args(argv)
+    args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
+    args.store = (args.store or args.work / "store").absolute()
+    try:
+        if not isinstance(json.loads(args.executor_option), dict):
+            raise ValueError("no object")
+    except ValueError:
+        parser.error(f"--executor-option: found {args.executor_option!r}, expected a JSON object")
+    known = [job.name for job in jobs(args)]
+    unknown = [name for name in args.jobs.split(",") if name and name not in known]
+    if unknown:
+        parser.error(f"--jobs: found {', '.join(unknown)}, expected some of {', '.join(known)}")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the jobs asked for, prints the summary and writes the results."""
+    args = arguments(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.models.mkdir(parents=True, exist_ok=True)
+    write_metadata(args.work / "plugin")
+    kept = args.work / "records.json"
+    session = Session(args, time.monotonic(), json.loads(kept.read_text()) if kept.exists() else {})
+    wanted = [job for job in jobs(args) if not args.jobs or job.name in args.jobs.split(",")]
+    for job in wanted:
+        session.run(job)
+    records = [record for job in wanted for record in session.records.get(job.name, [])]
+    summary = table(records)
+    print(f"\n{summary}")
+    write_results(session, records, summary)
+    return 0 if records and all(record["ok"] for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

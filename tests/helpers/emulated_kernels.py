@@ -1,0 +1,335 @@
+"""Runs Triton and Gluon kernels on a CPU as plain Python over torch tensors, inline assembly included.
+
+Triton's interpreter knows neither Gluon nor assembly. Here a kernel's own function runs, program by program, with its
+language module replaced; layouts are ignored, which a compiler checks. Every access is held to its tensor's bounds, and
+assembly is read instruction by instruction: those that the kernels use, as PTX ISA 8.5 defines them.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Index = Any
+
+
+class Value:
+    """A tensor of numbers; integers are held as int64."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data if data.is_floating_point() or data.dtype == torch.bool else data.long()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        if not bitcast:
+            return Value(self.data.to(dtype))
+        if self.data.is_floating_point():
+            return Value(self.data.view(torch.int32))
+        return Value(self.data.int().view(dtype))
+
+    def __getitem__(self, index: Index) -> "Value":
+        return Value(self.data[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __neg__(self) -> "Value":
+        return Value(-self.data)
+
+
+def _operator(name: str) -> Callable[[Value, Any], Any]:
+    def apply(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        return Value(getattr(self.data, name)(raw(other)))
+
+    return apply
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
+for _name in (*_BINARY, *(f"r{name}" for name in ("add", "sub", "mul", "truediv", "and", "or"))):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
+Value.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class Pointer:
+    """Places in a tensor's memory."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.memory, raw(other) + self.offset)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(torch.as_tensor(self.offset).shape)
+
+
+def raw(value: Any) -> Any:
+    return value.data if isinstance(value, Value) else value
+
+
+def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
+    """Offsets and which of them count; out of bounds is an error."""
+    offset = torch.as_tensor(pointer.offset)
+    offset, inside = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else raw(mask)))
+    size = pointer.memory.numel()
+    wrong = inside & ((offset < 0) | (offset >= size))
+    assert not wrong.any(), f"found an access at {int(offset[wrong][0])} of a tensor of {size}"
+    return torch.where(inside, offset, 0), inside
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: object) -> Value:
+    places, inside = _places(pointer, mask)
+    memory = pointer.memory.view(torch.int16) if pointer.memory.dtype == torch.uint16 else pointer.memory
+    found = Value(memory[places])
+    if pointer.memory.dtype == torch.uint16:
+        found = Value(found.data & 0xFFFF)
+    return Value(torch.where(inside, found.data, torch.as_tensor(other, dtype=found.data.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    places, inside = _places(pointer, mask)
+    values = torch.as_tensor(raw(value)).to(pointer.memory.dtype).broadcast_to(places.shape)
+    where, what = places[inside], values[inside]
+    pointer.memory[where] = what
+    again = pointer.memory[where]
+    same = (again == what) | (again.isnan() & what.isnan() if what.is_floating_point() else False)
+    assert bool(torch.as_tensor(same).all()), "found different values for the same place"
+
+
+def atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
+    before = load(pointer)
+    store(pointer, Value(before.data + value))
+    return before
+
+
+# --- inline assembly --------------------------------------------------------------------------------------------
+
+
+def assembly(
+    asm: str, constraints: str, arguments: Sequence[Value], dtype: Any, is_pure: bool, pack: int
+) -> Value | tuple[Value, ...]:
+    """One element a register."""
+    assert pack == 1
+    many = isinstance(dtype, tuple)
+    types = dtype if many else (dtype,)
+    registers: dict[str, Tensor] = {}
+    for number, argument in enumerate(arguments):
+        bits = argument.data.view(torch.int32) if argument.data.is_floating_point() else argument.data
+        registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
+    for line in (
+        part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
+    ):
+        text = line.strip()
+        if text and not text.startswith(("griddepcontrol", ".reg", "}")):
+            _execute(text.lstrip("{ \n"), registers)
+    found = []
+    for number, kind in enumerate(types):
+        signed = torch.as_tensor(registers[f"${number}"]).to(torch.int32)
+        found.append(Value(signed.view(torch.float32) if kind == torch.float32 else signed))
+    return tuple(found) if many else found[0]
+
+
+def _execute(text: str, registers: dict[str, Tensor]) -> None:
+    name, operands = text.split(None, 1)
+    lists = re.findall(r"\{[^}]*\}|[^,\s]+", operands)
+    values = [_operand(one, registers) for one in lists[1:]]
+    target = lists[0]
+    if name.startswith("mma.sync"):
+        results = _multiply(
+            name, [registers[one.strip()] for group in lists[1:] for one in group.strip("{}").split(",")]
+        )
+        for one, result in zip(target.strip("{}").split(","), results, strict=True):
+            registers[one.strip()] = result
+    elif name == "mov.b32" and target[0] == "{":
+        for one, shift in zip(target.strip("{}").split(","), (0, 16), strict=True):
+            registers[one.strip()] = values[0] >> shift & 0xFFFF
+    else:
+        registers[target] = _PLAIN[name](*values) & 0xFFFFFFFF
+
+
+def _operand(text: str, registers: dict[str, Tensor]) -> Any:
+    if text[0] == "{":
+        return None
+    return registers[text] if text in registers else torch.tensor(int(text, 0))
+
+
+def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    """prmt.b32: a nibble of the selector picks one of eight bytes; its top bit spreads that byte's sign."""
+    both, result = a | b << 32, torch.zeros_like(a)
+    for place in range(4):
+        nibble = selector >> 4 * place & 15
+        byte = both >> 8 * (nibble & 7) & 0xFF
+        result = result | torch.where(nibble >= 8, torch.where(byte >= 128, 0xFF, 0), byte) << 8 * place
+    return result
+
+
+def _logic(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+    """lop3.b32: a table of eight bits, looked up with a bit of each of the three."""
+    result = torch.zeros_like(a | b | c)
+    for case in range(8):
+        if int(table) >> case & 1:
+            result = result | (a if case & 4 else ~a) & (b if case & 2 else ~b) & (c if case & 1 else ~c)
+    return result
+
+
+def _fp8_pair(halves: Tensor) -> Tensor:
+    """cvt.rn.f16x2.e4m3x2: the low byte is the low half."""
+    parts = [(halves >> shift & 0xFF).to(torch.uint8).view(torch.float8_e4m3fn).half() for shift in (0, 8)]
+    low, high = (part.view(torch.int16).long() & 0xFFFF for part in parts)
+    return low | high << 16
+
+
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "prmt.b32": _permute,
+    "lop3.b32": _logic,
+    "and.b32": lambda a, b: a & b,
+    "shr.u32": lambda a, count: a >> count,
+    "shl.b32": lambda a, count: a << count,
+    "mov.u32": lambda a: a,
+    "cvt.rn.f16x2.e4m3x2": _fp8_pair,
+}
+
+
+def _multiply(name: str, registers: list[Tensor]) -> list[Tensor]:
+    """mma.m16n8k16 of every warp's 32 lanes, the last dimension; sums rounded once."""
+    dtype = torch.bfloat16 if ".bf16." in name else torch.float16
+    lane = torch.arange(32)
+    g, t = lane // 4, lane % 4
+    shape = torch.broadcast_shapes(*(one.shape for one in registers))
+    words = [one.broadcast_to(shape) for one in registers]
+    halves = [
+        [(word >> shift & 0xFFFF).to(torch.int16).view(dtype).double() for shift in (0, 16)] for word in words[:6]
+    ]
+    left, right = torch.zeros(*shape[:-1], 16, 16).double(), torch.zeros(*shape[:-1], 16, 8).double()
+    for j in range(2):
+        for number, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+            left[..., g + row, 2 * t + column + j] = halves[number][j]
+        right[..., 2 * t + j, g], right[..., 2 * t + 8 + j, g] = halves[4][j], halves[5][j]
+    sums = left @ right
+    picked = [sums[..., g, 2 * t], sums[..., g, 2 * t + 1], sums[..., g + 8, 2 * t], sums[..., g + 8, 2 * t + 1]]
+    results = []
+    for one, word in zip(picked, words[6:], strict=True):
+        before = word.to(torch.int32).view(torch.float32).double()
+        results.append((before + one).float().view(torch.int32).long() & 0xFFFFFFFF)
+    return results
+
+
+# --- the language -----------------------------------------------------------------------------------------------
+
+
+def _reduced(name: str) -> Callable[[Value, int], Value]:
+    def reduce(value: Value, axis: int) -> Value:
+        data = value.data
+        if name == "sum":
+            return Value(data.sum(axis))
+        if data.is_floating_point():
+            # A reduction's maximum passes NaN over.
+            data = torch.where(data.isnan(), -torch.inf if name == "amax" else torch.inf, data)
+        return Value(getattr(data, name)(axis))
+
+    return reduce
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Value:
+    return Value(torch.where(torch.as_tensor(raw(condition)), raw(yes), raw(no)))
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Value], Value]:
+    return lambda value: Value(function(value.data))
+
+
+def language(program: Callable[[], int]) -> SimpleNamespace:
+    """What stands for `triton.language` and for Gluon's; program: the running program's number."""
+    nothing = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
+    return SimpleNamespace(
+        program_id=lambda axis: program(),
+        load=load,
+        store=store,
+        atomic_add=atomic_add,
+        debug_barrier=lambda: None,
+        inline_asm_elementwise=assembly,
+        arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),
+        zeros=lambda shape, dtype, layout=None: Value(torch.zeros(tuple(shape), dtype=dtype)),
+        full=lambda shape, value, dtype, layout=None: Value(torch.full(tuple(shape), value, dtype=dtype)),
+        where=_where,
+        minimum=lambda a, b: Value(torch.minimum(*map(torch.as_tensor, (raw(a), raw(b))))),
+        abs=_unary(torch.abs),
+        exp=_unary(torch.exp),
+        log=_unary(torch.log),
+        sqrt=_unary(torch.sqrt),
+        sum=_reduced("sum"),
+        max=_reduced("amax"),
+        min=_reduced("amin"),
+        join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
+        split=lambda value: tuple(Value(part) for part in value.data.unbind(-1)),
+        reshape=lambda value, shape: Value(value.data.reshape(tuple(shape))),
+        convert_layout=lambda value, layout: value,
+        BlockedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None,
+        static_range=range,
+        extra=nothing,
+        constexpr=lambda value: value,
+        int32=torch.int32,
+        int64=torch.int64,
+        float16=torch.float16,
+        float32=torch.float32,
+        bfloat16=torch.bfloat16,
+    )
+
+
+class Emulated:
+    """A kernel that is launched as ever, on CPU tensors. Programs run in a shuffled order if asked."""
+
+    def __init__(self, kernel: Any, current: list[int]) -> None:
+        self.kernel, self.current = kernel, current
+        self.launches: list[int] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+            given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
+            self.launches.append(grid[0])
+            for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
+                self.current[0] = number
+                self.kernel.fn(*given, **constants)
+
+        return launch
+
+
+def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[ModuleType]) -> dict[str, Emulated]:
+    """Replaces, in `modules`, the language and every jitted function by what runs here, and the kernels that `launcher`
+    launches; returns those."""
+    from triton.language import constexpr
+    from triton.runtime.jit import JITFunction
+
+    current = [0]
+    substitute = language(lambda: current[0])
+    kernels: dict[str, Emulated] = {}
+    originals = {name: value for name, value in vars(launcher).items() if isinstance(value, JITFunction)}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                patch.setattr(module, name, value.fn)
+            elif isinstance(value, constexpr):
+                patch.setattr(module, name, value.value)
+        for name in ("gl", "tl"):
+            if hasattr(module, name):
+                patch.setattr(module, name, substitute)
+    for name, kernel in originals.items():
+        kernels[name] = Emulated(kernel, current)
+        patch.setattr(launcher, name, kernels[name])
+    return kernels

@@ -1,0 +1,69 @@
+"""The vision script's prompts, by vLLM's own processor of images on a folder of ours."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from specialized_decode.backbone.config import IMAGE_TOKEN_ID
+from specialized_decode.cli.main import main
+from tests.gpu import vision_phases
+from tests.gpu.vision_phases import ALL, REQUESTS, inputs, run_images
+
+
+def test_an_image_ends_the_first_prompt() -> None:
+    first, second, none = (inputs(index, 1) for index in ALL)
+    assert first["prompt_token_ids"][-1] == IMAGE_TOKEN_ID and len(first["prompt_token_ids"]) == 21
+    assert second["prompt_token_ids"][1] == IMAGE_TOKEN_ID and len(second["prompt_token_ids"]) == 202
+    assert IMAGE_TOKEN_ID not in none["prompt_token_ids"] and "multi_modal_data" not in none
+    images = [inputs(0, seed)["multi_modal_data"]["image"] for seed in (1, 1, 2)]
+    assert images[0].size == REQUESTS[0][2]
+    assert images[0].tobytes() == images[1].tobytes() != images[2].tobytes()
+
+
+def test_prompts_are_as_long_as_vllm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def generate(prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+        asked.append(sampling)
+        output = SimpleNamespace(token_ids=[5, 6])
+        return [SimpleNamespace(prompt_token_ids=[0] * (300 + i), outputs=[output]) for i in range(len(prompts))]
+
+    monkeypatch.setattr(vision_phases, "parameters", lambda *args, **kwargs: args)
+    engine: Any = SimpleNamespace(llm=SimpleNamespace(generate=generate), take=dict)
+    found = run_images(engine, 1, [0, 2], {"0": [7], "2": [8]})
+    assert found.tokens == {"0": [5, 6], "2": [5, 6]}
+    assert [(one[0], one[1], one[3]) for one in asked[1]] == [("0", 300, [7]), ("2", 301, [8])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "flash"
+    command = ["make-checkpoint", str(path), "--preset", "flash", "--layers", "8", "--shard-tp", "4", "--no-weights"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_vllm_expands_the_image(folder: Path) -> None:
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+    config = ModelConfig(model=str(folder), max_model_len=2048, limit_mm_per_prompt={"image": 1})
+    assert config.is_multimodal_model
+    processor = MULTIMODAL_REGISTRY.create_processor(config)
+    for index, (before, after, size) in enumerate(REQUESTS):
+        if size is None:
+            continue
+        given = inputs(index, 1)
+        items = processor.info.parse_mm_data(given["multi_modal_data"])
+        found = processor.apply(ProcessorInputs(given["prompt_token_ids"], items), TimingContext(enabled=False))[
+            "prompt_token_ids"
+        ]
+        ids = [one for one in given["prompt_token_ids"] if one != IMAGE_TOKEN_ID]
+        assert [*found[:before], *found[len(found) - after :]] == ids
+        assert 100 < len(found) - len(ids) < 1025
+        assert set(found[before : len(found) - after]) == {IMAGE_TOKEN_ID}
