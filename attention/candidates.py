@@ -19,11 +19,11 @@ class CandidateOverlap:
         self.stream, self.block_size = stream, block_size
         self.warmed: set[int] = set()
         self._flags: Tensor | None = None
-        self._scores: Tensor | None = None
+        self._read: tuple[Tensor, ...] = ()
 
     def reset(self) -> None:
         """Starts a step."""
-        self._flags = self._scores = None
+        self._flags, self._read = None, ()
 
     def warm(self, rows: int) -> None:
         """Makes row count `rows` forkable; runs before each capture, outside it. The reference op compiles nothing."""
@@ -43,7 +43,7 @@ class CandidateOverlap:
             blocks.copy_(reference.candidate_blocks(scores, closed, self.block_size, blocks.shape[1]))
             self._flags = reference.candidate_flags(blocks, self.block_size, scores.shape[1])
         # Another stream reads them: their memory serves nothing else in this step.
-        self._scores = scores
+        self._read = scores, closed
 
     def join(self, blocks: Tensor, width: int) -> Tensor:
         """The flags [T, width], for a consumer: waits for the fork, or expands here."""

@@ -14,8 +14,9 @@ ROUND = 110
 MULTIPROCESSORS = 132
 
 # Whether queries, scores and selection run beside `wq_b`, or ahead of it: then no stream is joined right before
-# attention, which may read the selection's records while `wq_b` runs, and store the step's own. Not measured.
-BESIDE = False
+# attention, which may read the selection's records while `wq_b` runs, and store the step's own. Beside is faster on an
+# H200 for every kind of layer at 1 and 8 rows and a context of 8192: by 0.3 to 13 us.
+BESIDE = True
 
 # Warps of a row's program, and the quarters of `wk` that it holds ahead of its wait: all four do not fit into the
 # registers under every compiler.

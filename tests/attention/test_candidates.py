@@ -1,5 +1,7 @@
 """CandidateOverlap: forked or expanded in place, the same flags; and its order in an emulated capture."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -156,3 +158,18 @@ def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
     assert torch.equal(blocks, reference.candidate_blocks(scores, closed, SIZE, COUNT))
     assert flags.tolist() == _flags(blocks) and overlap.join(blocks, WIDTH) is flags
     assert not overlap.stream.pending
+
+
+def test_what_another_stream_reads_is_kept() -> None:
+    """Until the step is over, or the memory would serve what the caller's stream makes meanwhile."""
+    _, overlap = _overlap()
+    overlap.warm(2)
+    scores, closed = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH])
+    given = [weakref.ref(tensor) for tensor in (scores, closed)]
+    overlap.choose(scores, closed, torch.empty(2, COUNT, dtype=torch.int32), Gates(2))
+    del scores, closed
+    assert all(held() is not None for held in given)
+    overlap.stream.join()
+    assert all(held() is not None for held in given)
+    overlap.reset()
+    assert all(held() is None for held in given)

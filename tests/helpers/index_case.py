@@ -54,9 +54,10 @@ class IndexCase:
         self.key_cache, index = self._cache(KEY_RECORD)
         self._fill_keys()
         window = self._meta(32, torch.zeros(len(self.contexts), 1, dtype=torch.int32), self.positions.cpu(), 1)
-        rings = torch.randperm(len(self.contexts), generator=self.generator).int().unsqueeze(1)
+        # Ring 0 is nobody's: the reference writes back what it finds there for rows that write nowhere.
+        rings = 1 + torch.randperm(len(self.contexts), generator=self.generator).int().unsqueeze(1)
         ring = self._meta(RING_ROWS, rings, self.positions.cpu() % RING_ROWS, 1)
-        self.rings = self._normal(len(self.contexts), RING_ROWS, 1024)
+        self.rings = self._normal(1 + len(self.contexts), RING_ROWS, 1024)
         self.caches: Any = SimpleNamespace(window=window, compressed=compressed, index=index, ring=ring)
         self.selection = torch.full((self.rows + 3, shape.topk), 12345, dtype=torch.int32, device=device)
         angles = torch.rand(self.columns + 1, 32, generator=self.generator) * 6.28
