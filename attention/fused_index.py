@@ -18,6 +18,8 @@ KEY_RECORD = 132
 LATENT = 512
 # Rows of scores begin at multiples of so many numbers.
 ALIGNED = 16
+# Columns that the selection's numbers tell apart.
+MAX_WIDTH = 1 << 25
 
 
 class IndexInputs(NamedTuple):
@@ -204,8 +206,8 @@ class FusedIndexer:
         return out
 
     def top(self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches) -> Tensor:
-        """The best of `scores`' numbers into the layer's selection, in the order of positions, -1 padded -> their slots
-        in the compressed cache [T, topk] int64, -1 for none."""
+        """The best of `scores`' numbers into the layer's selection, -1 padded -> their slots in the compressed cache
+        [T, topk] int64, -1 for none."""
         assert attn.indexer is not None and caches.compressed is not None
         meta, selection = caches.compressed, attn.selection.topk_indices
         (rows, width), topk = scores.shape, selection.shape[1]
@@ -214,6 +216,8 @@ class FusedIndexer:
                 f"selection: found strides {selection.stride()}, {meta.block_table.stride()} of the block table, "
                 "expected rows"
             )
+        if width > MAX_WIDTH:
+            raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
         slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
         top_positions_kernel[(rows,)](
             scores,
@@ -222,7 +226,7 @@ class FusedIndexer:
             positions,
             caches.window.slot_mapping,
             self.bins,
-            torch.empty(rows, 2, scores.stride(0), dtype=torch.int32, device=scores.device),
+            torch.empty(rows, 3, scores.stride(0), dtype=torch.int32, device=scores.device),
             meta.token_to_req,
             meta.block_table,
             meta.block_table.stride(0),
@@ -233,8 +237,12 @@ class FusedIndexer:
             RATIO=attn.indexer.ratio,
             TOPK=topk,
             TOPK_PADDED=1 << (topk - 1).bit_length(),
-            CHUNK=tuning.CHUNK,
-            LIST=tuning.LIST,
+            STRIPE=tuning.STRIPE,
+            STRIPES=tuning.STRIPES,
+            SHORT=tuning.SHORT,
+            TILE=tuning.TIES,
+            RIVALS=tuning.RIVALS,
+            LONG=tuning.LONG,
             num_warps=tuning.TOP_WARPS,
             launch_pdl=True,
         )

@@ -26,8 +26,11 @@ COMPRESS_WARPS, COMPRESS_EARLY = 16, 3
 KEYS, SCORES_WARPS = 64, 4
 SCORES_RESIDENT = 4 * MULTIPROCESSORS
 
-# Scores that a row's selection takes at a time, its list's numbers likewise, and its warps.
-CHUNK, LIST, TOP_WARPS = 4096, 1024, 16
+# A row's selection: its warps, a stripe of one score a thread, so that no layout changes ahead of a scattered store,
+# and stripes at a time; the longest list whose numbers are compared with each other, so many with so many at a time;
+# and of a longer one, numbers taken at a time.
+TOP_WARPS, STRIPE, STRIPES = 16, 512, 16
+SHORT, TIES, RIVALS, LONG = 512, 128, 32, 512
 MAX_TOPK = 2048
 
 

@@ -22,8 +22,15 @@ def ordered(score):
 
 @triton.jit
 def bin_of(key):
-    """An ordered number's bin, from 0 on."""
-    return (key >> (32 - BIN_BITS)) + BINS // 2
+    """An ordered number's bin; the largest are in bin 0."""
+    return BINS // 2 - 1 - (key >> (32 - BIN_BITS))
+
+
+@triton.jit
+def lowest_of(bin):
+    """The lowest number of a bin; none where the bin holds no number."""
+    key = (BINS // 2 - 1 - bin) << (32 - BIN_BITS)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

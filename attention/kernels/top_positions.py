@@ -1,29 +1,67 @@
 """The best positions of each row, exactly: of equal scores the earlier wins; and where they lie in a paged cache.
 
 The scores' launch has counted them by the first 12 bits of their order. What lies above the bin that the last of the
-best is in is chosen at once; the bin's own are listed, and settled by their other 20 bits, five at a time.
+best is in is chosen at once; the bin's own are listed. Each of a short list counts those ahead of it, which is its
+place; a long list is settled by their other bits, five at a time. A program has a row, so that what it does for each
+score counts: two comparisons, and a store of those few that are chosen or listed.
 """
 
 import triton
 import triton.language as tl
 
-from specialized_decode.attention.kernels.index_scores import BINS, bin_of, length, ordered
+from specialized_decode.attention.kernels.index_scores import BINS, length, lowest_of, ordered
 
 DIGIT = tl.constexpr(5)
 DIGITS = tl.constexpr(32)
-LOW, LOW_MASK = tl.constexpr(20), tl.constexpr(0xFFFFF)
-
-
-@triton.jit
-def _digits(low, shift, known, inside):
-    """How many of the listed numbers that begin with `known` go on with each digit, [32]."""
-    matches = inside & ((low >> (shift + DIGIT)) == known)
-    return tl.histogram((low >> shift) & (DIGITS - 1), DIGITS, mask=matches)
+# Bits of an ordered number that its bin does not tell, and of a column behind them.
+LOW_MASK, COLUMN_BITS, COLUMN_MASK = tl.constexpr(0xFFFFF), tl.constexpr(25), tl.constexpr(0x1FFFFFF)
+PLACES = tl.constexpr(9)
+MOST = tl.constexpr(2048)
+LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def _scores(scores, column, closed):
     return tl.load(scores + column, column < closed, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _limit(held, bin, TOPK: tl.constexpr):
+    """The bin of the last of the best, how many of it are wanted, and how many are chosen in all; none wanted where
+    there are fewer than TOPK, which are up to MOST. One reduction finds all."""
+    upto = tl.cumsum(held, 0)
+    ahead = upto - held
+    crossed = (ahead < TOPK) & (upto >= TOPK)
+    fewer = tl.where(bin == BINS - 1, upto - TOPK, -TOPK)
+    code = tl.max(tl.where(crossed, bin * MOST + (TOPK - 1 - ahead), fewer), 0)
+    enough = code >= 0
+    wanted = tl.where(enough, code % MOST + 1, 0)
+    return tl.where(enough, code // MOST, 0), wanted, tl.where(enough, TOPK, code + TOPK)
+
+
+@triton.jit
+def _counted(score, above, among):
+    """1 for one that is chosen at once, 2**16 for one that is listed."""
+    return tl.where(score >= above, 1, tl.where(score >= among, 1 << 16, 0))
+
+
+@triton.jit
+def _keep(out, slots, place, table, column, log2, chosen):
+    """Stores chosen columns at their places, and their slots."""
+    page = tl.load(table + (column >> log2), chosen, other=0).to(tl.int64)
+    tl.store(out + place, column, chosen)
+    tl.store(slots + place, (page << log2) + (column & ((1 << log2) - 1)), chosen)
+
+
+@triton.jit
+def _listed(columns, numbers, at, found):
+    """The list's columns, and one number for each score and its column: of scores that are alike the earlier's is the
+    larger; -1 behind the list."""
+    inside = at < found
+    column = tl.load(columns + at, inside, other=0)
+    number = tl.load(numbers + at, inside, other=0).to(tl.float32, bitcast=True)
+    rank = ((ordered(number) & LOW_MASK).to(tl.int64) << COLUMN_BITS) | (COLUMN_MASK - column)
+    return column, tl.where(inside, rank, -1)
 
 
 @triton.jit(do_not_specialize=["width", "out_stride", "table_stride", "log2"])
@@ -45,93 +83,115 @@ def top_positions_kernel(
     RATIO: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
+    STRIPE: tl.constexpr,
+    STRIPES: tl.constexpr,
+    SHORT: tl.constexpr,
+    TILE: tl.constexpr,
+    RIVALS: tl.constexpr,
+    LONG: tl.constexpr,
 ):
     """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
-    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, zero again afterwards; listed: [rows, 2,
-    scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a page holds 2**log2
-    states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots: [rows, TOPK] int64, block * states +
-    state, both -1 padded. CHUNK: scores taken at a time, LIST: of the list; powers of two."""
+    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, zero again afterwards;
+    listed: [rows, 3, scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a
+    page holds 2**log2 states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots: [rows, TOPK] int64,
+    block * states + state, both -1 padded. STRIPES of STRIPE scores are taken at a time; a list of up to SHORT is
+    compared with itself, TILE by TILE, RIVALS of them at a time, a longer one taken LONG at a time; powers of two."""
     row = tl.program_id(0).to(tl.int64)
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
     scores, out, slots = scores + row * scores_stride, out + row * out_stride, slots + row * TOPK
-    numbers, columns = listed + row * 2 * scores_stride, listed + (row * 2 + 1) * scores_stride
+    # What is chosen at once; then the list.
+    chosen = listed + row * 3 * scores_stride
+    columns, numbers = chosen + scores_stride, chosen + 2 * scores_stride
     bin = tl.arange(0, BINS)
-    bins += row * BINS + bin
+    bins += row * BINS
+    stripe = tl.arange(0, STRIPE)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    held = tl.load(bins, cache_modifier=".cg")
-    ahead = _scores(scores, tl.arange(0, CHUNK), closed)
-    tl.store(bins, tl.zeros_like(held))
-    behind = tl.cumsum(held, 0, reverse=True)
-    # The bin of the last of the best; below all where there are not as many.
-    last = tl.max(tl.where(behind >= TOPK, bin, -1), 0)
-    wanted = TOPK - tl.sum(tl.where(bin > last, held, 0), 0)
-    taken, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for start in range(0, closed, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        score = ahead
-        # The next chunk's are on their way meanwhile.
-        ahead = _scores(scores, column + CHUNK, closed)
-        key = ordered(score)
-        real = (score == score) & (score > float("-inf"))
-        place = bin_of(key)
-        above, among = real & (place > last), real & (place == last)
-        # Both counts in one scan: a chunk has fewer than 2**15.
-        ones = above.to(tl.int32) + (among.to(tl.int32) << 16)
-        before = tl.cumsum(ones, 0) - ones
-        at = taken + (before & 0xFFFF)
-        tl.store(out + at, column, above & (at < TOPK))
-        tl.store(numbers + found + (before >> 16), key & (LOW_MASK), among)
-        tl.store(columns + found + (before >> 16), column, among)
-        total = tl.sum(ones, 0)
-        taken += total & 0xFFFF
-        found += total >> 16
-    if found > 0:
-        # What the program's other threads have stored.
-        tl.debug_barrier()
-        taken = _settle(numbers, columns, found, wanted, out, taken, TOPK, LIST)
-    # Of scores that nobody has counted there may be more, which have no place.
-    taken = tl.minimum(taken, TOPK)
+    held = tl.load(bins + bin, cache_modifier=".cg")
+    score = ()
+    for i in tl.static_range(STRIPES):
+        score = score + (_scores(scores, i * STRIPE + stripe, closed),)  # type: ignore[assignment]  # noqa: RUF005
+    last, wanted, total = _limit(held, bin, TOPK)
+    found = tl.load(bins + last, cache_modifier=".cg")
+    # Their comparisons with what is no number are false, as they should be.
+    above = tl.where(wanted > 0, lowest_of(last - 1), LEAST)
+    among = tl.where(wanted > 0, lowest_of(last), LEAST)
+    taken, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, closed, STRIPES * STRIPE):
+        # Both counts in one: there are fewer than 2**15.
+        count = tl.zeros((STRIPE,), tl.int32)
+        for i in tl.static_range(STRIPES):
+            count += _counted(score[i], above, among)
+        place = tl.cumsum(count, 0) - count
+        for i in tl.static_range(STRIPES):
+            column, ones = start + i * STRIPE + stripe, _counted(score[i], above, among)
+            tl.store(chosen + taken + (place & 0xFFFF), column, ones == 1)
+            at = before + (place >> 16)
+            tl.store(columns + at, column, ones > 1)
+            tl.store(numbers + at, score[i].to(tl.int32, bitcast=True), ones > 1)  # type: ignore[attr-defined]
+            place += ones
+        if start + STRIPES * STRIPE < closed:
+            sums = tl.sum(count, 0)
+            taken += sums & 0xFFFF
+            before += sums >> 16
+            score = ()
+            for i in tl.static_range(STRIPES):
+                column = start + (STRIPES + i) * STRIPE + stripe
+                score = score + (_scores(scores, column, closed),)  # type: ignore[assignment]  # noqa: RUF005
+    # What the program's other threads have stored.
     tl.debug_barrier()
-    place = tl.arange(0, TOPK_PADDED)
-    chosen = tl.load(out + place, place < taken, other=-1, cache_modifier=".cg")
-    block = tl.load(table + (chosen >> log2), chosen >= 0, other=0).to(tl.int64)
-    slot = (block << log2) + (chosen & ((1 << log2) - 1))
-    tl.store(out + place, chosen, (place >= taken) & (place < TOPK))
-    tl.store(slots + place, tl.where(chosen >= 0, slot, -1), place < TOPK)
+    tl.store(bins + bin, tl.zeros_like(held))
+    item = tl.arange(0, TOPK_PADDED)
+    inside = item < total - wanted
+    _keep(out, slots, item, table, tl.load(chosen + item, inside, other=0), log2, inside)
+    if wanted > 0:
+        if found <= SHORT:
+            _place(columns, numbers, found, wanted, out, slots, table, log2, TOPK - wanted, TILE, RIVALS)
+        else:
+            _settle(columns, numbers, found, wanted, out, slots, table, log2, TOPK - wanted, LONG)
+    if total < TOPK:
+        none = (item >= total) & (item < TOPK)
+        tl.store(out + item, tl.full((TOPK_PADDED,), -1, tl.int32), none)
+        tl.store(slots + item, tl.full((TOPK_PADDED,), -1, tl.int64), none)
 
 
 @triton.jit
-def _settle(numbers, columns, found, wanted, out, taken, TOPK: tl.constexpr, LIST: tl.constexpr):
-    """Appends the `wanted` best of the list; returns how many there are then."""
-    item = tl.arange(0, LIST)
-    head = tl.load(numbers + item, item < found, other=0, cache_modifier=".cg")
-    known = tl.full((), 0, tl.int32)
-    digit = tl.arange(0, DIGITS)
-    for i in tl.static_range(LOW // DIGIT):
-        shift = LOW - DIGIT * (i + 1)
-        counts = _digits(head, shift, known, item < found)
-        for start in range(LIST, found, LIST):
-            at = start + item
-            low = tl.load(numbers + at, at < found, other=0, cache_modifier=".cg")
-            counts += _digits(low, shift, known, at < found)
+def _place(columns, numbers, found, wanted, out, slots, table, log2, taken, TILE: tl.constexpr, RIVALS: tl.constexpr):
+    """The `wanted` best of a list, stored from place `taken` on, best first."""
+    item, rival = tl.arange(0, TILE), tl.arange(0, RIVALS)
+    for first in range(0, found, TILE):
+        column, own = _listed(columns, numbers, first + item, found)
+        ahead = tl.zeros((TILE, RIVALS), tl.int32)
+        for start in range(0, found, TILE):
+            others = ()
+            for i in tl.static_range(TILE // RIVALS):
+                others = others + (_listed(columns, numbers, start + i * RIVALS + rival, found)[1],)  # type: ignore[assignment]  # noqa: RUF005
+            for i in tl.static_range(TILE // RIVALS):
+                ahead += (others[i][None, :] > own[:, None]).to(tl.int32)  # type: ignore[misc]
+        place = tl.sum(ahead, 1)
+        _keep(out, slots, taken + place, table, column, log2, (own >= 0) & (place < wanted))
+
+
+@triton.jit
+def _settle(columns, numbers, found, wanted, out, slots, table, log2, taken, LONG: tl.constexpr):
+    """As `_place`, of a list of any length; in the list's order."""
+    item, digit = tl.arange(0, LONG), tl.arange(0, DIGITS)
+    known, left = tl.full((), 0, tl.int64), wanted
+    for i in tl.range(0, PLACES):
+        shift = DIGIT * (PLACES - 1 - i)
+        counts = tl.zeros((DIGITS,), tl.int32)
+        for start in range(0, found, LONG):
+            rank = _listed(columns, numbers, start + item, found)[1]
+            matches = (rank >> (shift + DIGIT)) == known
+            counts += tl.histogram(((rank >> shift) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=matches)
         behind = tl.cumsum(counts, 0, reverse=True)
-        best = tl.max(tl.where(behind >= wanted, digit, 0), 0)
-        wanted -= tl.sum(tl.where(digit > best, counts, 0), 0)
+        best = tl.max(tl.where(behind >= left, digit, 0), 0)
+        left -= tl.sum(tl.where(digit > best, counts, 0), 0)
         known = (known << DIGIT) | best
-    for start in range(0, found, LIST):
-        at = start + item
-        inside = at < found
-        low = tl.load(numbers + at, inside, other=0, cache_modifier=".cg")
-        column = tl.load(columns + at, inside, other=0, cache_modifier=".cg")
-        equal = (inside & (low == known)).to(tl.int32)
-        chosen = inside & ((low > known) | ((equal > 0) & (tl.cumsum(equal, 0) <= wanted)))
+    for start in range(0, found, LONG):
+        column, rank = _listed(columns, numbers, start + item, found)
+        chosen = rank >= known
         ones = chosen.to(tl.int32)
-        place = taken + tl.cumsum(ones, 0) - ones
-        tl.store(out + place, column, chosen & (place < TOPK))
+        _keep(out, slots, taken + tl.cumsum(ones, 0) - ones, table, column, log2, chosen)
         taken += tl.sum(ones, 0)
-        wanted -= tl.minimum(wanted, tl.sum(equal, 0))
-    return taken

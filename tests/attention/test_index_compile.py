@@ -124,7 +124,8 @@ def variants() -> dict[str, Variant]:
             found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, unfused)
     for ratio in (2, 1):
         constants = {
-            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "CHUNK": tuning.CHUNK, "LIST": tuning.LIST
+            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,
+            "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
         }  # fmt: skip
         found[f"best, ratio {ratio}"] = Variant(top_positions_kernel, TOP, constants, tuning.TOP_WARPS)
     return found

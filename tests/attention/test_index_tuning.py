@@ -42,7 +42,7 @@ def test_programs_of_the_scores(rows: int) -> None:
 
 
 def test_a_chunks_counts_fit_into_a_half() -> None:
-    assert tuning.CHUNK < 1 << 15
+    assert tuning.STRIPE * tuning.STRIPES < 1 << 15
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -295,9 +295,9 @@ def tied_scores(case: IndexCase) -> dict[str, Tensor]:
 
 
 def bins_of(scores: Tensor, closed: Tensor, like: Tensor) -> Tensor:
-    """How many of each row's numbers begin with which 12 bits, in the numbers' order; as the scores' launch counts."""
+    """How many of each row's numbers begin with which 12 bits, largest first; as the scores' launch counts."""
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    place = ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20) + 2048
+    place = 2047 - ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20)
     found = torch.zeros_like(like)
     for row in range(scores.shape[0]):
         real = scores[row] > -torch.inf
