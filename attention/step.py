@@ -139,17 +139,16 @@ class AttentionStep:
             self._compress(x, positions, caches, step)
             index_weights = self._index_weights(x, step)
         projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
+        low, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+        if kernels is not None:
+            # They norm their input themselves.
+            queries = partial(kernels.wq_b.normed, low, attn.q_norm, attn.eps)
+            selected = self._fused_index(kernels, queries, inputs, positions, caches, step)
         if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
-            qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
-            if kernels is not None:
-                queries = partial(kernels.wq_b.normed, qr, attn.q_norm, attn.eps)
-                selected = self._fused_index(kernels, queries, inputs, positions, caches, step)
-            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
+            q = wq_b.normed(low, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
             return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
         qr = fused.norm_insert(attn, projected, positions, caches.window)
-        if kernels is not None:
-            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
-        else:
+        if kernels is None:
             self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         self.aux.join()
