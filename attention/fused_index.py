@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused import NormedLinear
+from specialized_decode.attention.fused import FusedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
@@ -51,7 +51,7 @@ class FusedIndexer:
         indexer, compressor = attn.indexer, attn.compressor
         if indexer is None:
             raise ValueError(f"layer {attn.layer_id}: found no indexer")
-        self.bins, self.wq_b = bins, NormedLinear(indexer.wq_b, attn.head_dim)
+        self.bins, self.wq_b = bins, FusedLinear(indexer.wq_b)
         heads = indexer.weights_proj.weight
         parts = [] if compressor is None else [compressor.fused_wkv_wgate.weight]
         self.first_head = sum(part.shape[0] for part in parts)
@@ -109,7 +109,7 @@ class FusedIndexer:
                 )
             ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
             meta = ring  # type: ignore[assignment]
-        compress_kernel[(rows,)](
+        compress_kernel[(rows, 2)](
             inputs.partial,
             rows,
             compressor.norm,

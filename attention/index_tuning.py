@@ -18,9 +18,9 @@ MULTIPROCESSORS = 132
 # H200 for every kind of layer at 1 and 8 rows and a context of 8192: by 0.3 to 13 us.
 BESIDE = True
 
-# Warps of a row's program, and the quarters of `wk` that it holds ahead of its wait: all four do not fit into the
-# registers under every compiler.
-COMPRESS_WARPS, COMPRESS_EARLY = 16, 3
+# Warps of a row's programs, and the quarters of `wk` that one holds ahead of its wait: so many that its registers still
+# fit beside those of a projection's program.
+COMPRESS_WARPS, COMPRESS_EARLY = 8, 2
 
 # Keys of a tile, warps of its program, and programs that run at once.
 KEYS, SCORES_WARPS = 64, 4

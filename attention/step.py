@@ -131,24 +131,22 @@ class AttentionStep:
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
         kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
-        # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
-        settled = settled or (kernels is not None and not self._index_beside(step))
         if kernels is not None:
             inputs = self._index_inputs(kernels, x, positions, caches, step)
         else:
             self._compress(x, positions, caches, step)
             index_weights = self._index_weights(x, step)
         projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
-        low, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
-        if kernels is not None:
-            # They norm their input themselves.
-            queries = partial(kernels.wq_b.normed, low, attn.q_norm, attn.eps)
-            selected = self._fused_index(kernels, queries, inputs, positions, caches, step)
         if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
-            q = wq_b.normed(low, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
+            qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
             return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
         qr = fused.norm_insert(attn, projected, positions, caches.window)
-        if kernels is None:
+        if kernels is not None:
+            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
+            # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
+            settled = not self._index_beside(step)
+        else:
             self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         self.aux.join()

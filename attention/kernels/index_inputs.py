@@ -31,6 +31,8 @@ def index_projection_kernel(
     """Grid (N / 16, SPLITS). x: [rows, K] bfloat16, rows up to 16; weight: [N, K] bfloat16; partial: [SPLITS, rows, N]
     float32. SPLITS CHUNKS PARTS COLUMNS are K; a warp's share of a chunk is a part."""
     K: tl.constexpr = SPLITS * CHUNKS * PARTS * COLUMNS
+    # What follows reads nothing of this launch's, nor of those before it, ahead of its own wait.
+    tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
     output = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.arange(0, ROWS)
@@ -42,7 +44,6 @@ def index_projection_kernel(
         at = weight + output[None, :, None] * K + (column + i * PARTS * COLUMNS)
         weights = weights + (tl.load(at),)  # type: ignore[assignment]  # noqa: RUF005
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros((PARTS, TILE, ROWS), tl.float32)
     for i in tl.static_range(CHUNKS):
         at = x + row[None, :, None] * K + (column + i * PARTS * COLUMNS)
@@ -63,8 +64,9 @@ def _summed(partial, row, rows, first, N: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _pooled(partial, row, rows, position, request, ring, starts, rings, ring_stride, states, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
-    """The row and the one before it, pooled by the softmax of their scores; [8, 64]. Leaves the row in its ring."""
+def _pooled(partial, row, rows, position, request, ring, starts, rings, ring_stride, states, keeps, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
+    """The row and the one before it, pooled by the softmax of their scores; [8, 64]. Leaves the row in its ring where
+    the program `keeps` it."""
     column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     slot = tl.load(ring + row)
     begin, end = tl.load(starts + request), tl.load(starts + request + 1)
@@ -79,7 +81,7 @@ def _pooled(partial, row, rows, position, request, ring, starts, rings, ring_str
         value_before = _summed(partial, before, rows, 0, N, SPLITS)
         score_before = _summed(partial, before, rows, WIDTH, N, SPLITS)
     # A request has fewer rows in a step than its ring, so none replaces what its first one reads.
-    if (slot >= 0) & (end - row <= states):
+    if keeps & (slot >= 0) & (end - row <= states):
         own = owner + slot % states * (2 * WIDTH) + column
         tl.store(own, value)
         tl.store(own + WIDTH, score)
@@ -125,13 +127,15 @@ def compress_kernel(
     RATIO: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid (rows). partial: [SPLITS, rows, N] float32, RATIO x 512 columns of it the compressor's; positions: [rows]
+    """Grid (rows, 2): one program of a row stores its record, and the row in its ring, the other its key. partial:
+    [SPLITS, rows, N] float32, RATIO x 512 columns of it the compressor's; positions: [rows]
     int64; cos_sin: [positions, 64] float32; RATIO 2 alone: ring: [rows] int64 slots, starts: [requests + 1] int32,
     rings: float32 pages of `states` rows of 1024, `ring_stride` numbers apart. slots, index_slots: [rows] int64, -1 for
     no insert; cache, index_cache: uint8 pages of 2**log2 KV records and 2**index_log2 keys (see `attention.reference`),
-    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16. EARLY: quarters of wk that are read ahead of the
-    wait."""
+    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16. EARLY: quarters of wk that are held ahead of
+    the wait."""
     row = tl.program_id(0).to(tl.int64)
+    makes_key = tl.program_id(1) == 1
     # Inputs of the step, and weights.
     position = tl.load(positions + row)
     slot, index_slot = tl.load(slots + row), tl.load(index_slots + row)
@@ -144,8 +148,13 @@ def compress_kernel(
     weight = tl.load(norm + column).to(tl.float32)
     output, k = tl.arange(0, KEY), tl.arange(0, WIDTH // 4)
     key_weights = ()
-    for i in tl.static_range(EARLY):
-        key_weights = key_weights + (tl.load(wk + output[:, None] * WIDTH + (k + i * WIDTH // 4)[None, :]),)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(4):
+        at = wk + output[:, None] * WIDTH + (k + i * WIDTH // 4)[None, :]
+        if i < EARLY:
+            key_weights = key_weights + (tl.load(at, makes_key, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        else:
+            # Into the L2 cache alone: a load that nobody may leave out.
+            tl.load(at, makes_key, other=0.0, volatile=True)
     key_norm = tl.load(k_norm + output).to(tl.float32)
     pair = tl.arange(0, KEY // 2)
     last = pair >= HALF
@@ -156,19 +165,22 @@ def compress_kernel(
     if RATIO == 1:
         latent = _summed(partial, row, rows, 0, N, SPLITS)
     else:
-        latent = _pooled(partial, row, rows, position, request, ring, starts, rings, ring_stride, states, N, SPLITS)
+        keeps = tl.program_id(1) == 0
+        latent = _pooled(
+            partial, row, rows, position, request, ring, starts, rings, ring_stride, states, keeps, N, SPLITS
+        )
     latent = normed(latent, weight, tl.sum(latent * latent), eps, WIDTH).to(tl.float32)
-    if slot >= 0:
+    if (slot >= 0) & (tl.program_id(1) == 0):
         insert_record(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
-    if index_slot >= 0:
+    if (index_slot >= 0) & makes_key:
         first, second = _halves(latent, WIDTH)
         parts = _halves(first, WIDTH // 2) + _halves(second, WIDTH // 2)
         products = key_weights[0].to(tl.float32) * parts[0][None, :]  # type: ignore[misc]
         for i in tl.static_range(1, EARLY):
-            products += key_weights[i].to(tl.float32) * parts[i][None, :]
+            products = tl.fma(key_weights[i].to(tl.float32), parts[i][None, :], products)
         for i in tl.static_range(EARLY, 4):
             late = tl.load(wk + output[:, None] * WIDTH + (k + i * WIDTH // 4)[None, :])
-            products += late.to(tl.float32) * parts[i][None, :]
+            products = tl.fma(late.to(tl.float32), parts[i][None, :], products)
         key = tl.sum(products, 1).to(tl.bfloat16).to(tl.float32)
         key = normed(key, key_norm, tl.sum(key * key), k_eps, KEY).to(tl.float32)
         real, imaginary = tl.split(tl.reshape(key, (KEY // 2, 2)))

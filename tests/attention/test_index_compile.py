@@ -155,17 +155,23 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
-    variant = VARIANTS[name]
-    kernel = compiled(variant, architecture)
-    cubin = tmp_path / "kernel.cubin"
+def resources(kernel: Any, folder: Path) -> dict[str, int]:
+    """Of the machine code: registers of a thread, and bytes of stack and local memory."""
+    cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
     assert found.keys() == {"REG", "STACK", "LOCAL"}, said
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    kernel = compiled(variant, architecture)
+    found = resources(kernel, tmp_path)
     threads = 32 * variant.warps
     table = f"{name}, compute capability {architecture}, {threads} threads: {found}, shared {kernel.metadata.shared}"
     print(table)
@@ -174,6 +180,16 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     assert kernel.metadata.shared < SHARED_BYTES, f"shared memory: {table}"
     ptx = kernel.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+
+
+@pytest.mark.parametrize("ratio", [2, 1])
+def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None:
+    """So it starts, and reads its weights, while the launch that it waits for still runs."""
+    registers = 0
+    for name in (f"projection, ratio {ratio}", f"compressor, ratio {ratio}"):
+        variant = VARIANTS[name]
+        registers += -(-resources(compiled(variant, 90), tmp_path)["REG"] // 8) * 8 * 32 * variant.warps
+    assert registers <= REGISTERS
 
 
 @pytest.mark.parametrize("ratio", [2, 1])
