@@ -129,7 +129,7 @@ def top_positions_kernel(
             tl.store(chosen + taken + (place & 0xFFFF), column, ones == 1)
             at = before + (place >> 16)
             tl.store(columns + at, column, ones > 1)
-            tl.store(numbers + at, score[i].to(tl.int32, bitcast=True), ones > 1)  # type: ignore[attr-defined]
+            tl.store(numbers + at, score[i].to(tl.int32, bitcast=True), ones > 1)
             place += ones
         if start + STRIPES * STRIPE < closed:
             sums = tl.sum(count, 0)
@@ -168,7 +168,7 @@ def _place(columns, numbers, found, wanted, out, slots, table, log2, taken, TILE
             for i in tl.static_range(TILE // RIVALS):
                 others = others + (_listed(columns, numbers, start + i * RIVALS + rival, found)[1],)  # type: ignore[assignment]  # noqa: RUF005
             for i in tl.static_range(TILE // RIVALS):
-                ahead += (others[i][None, :] > own[:, None]).to(tl.int32)  # type: ignore[misc]
+                ahead += (others[i][None, :] > own[:, None]).to(tl.int32)
         place = tl.sum(ahead, 1)
         _keep(out, slots, taken + place, table, column, log2, (own >= 0) & (place < wanted))
 
