@@ -1,4 +1,5 @@
-"""Launch configurations of the index kernels: pure functions. None of their numbers is measured yet."""
+"""Launch configurations of the index kernels: pure functions. But for `BESIDE`, none of their numbers is measured yet
+against others."""
 
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ BESIDE = True
 # fit beside those of a projection's program.
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 2
 
-# Keys of a tile, warps of its program, and programs that run at once.
+# Keys of a tile, warps of its program, and programs that run at once, by their registers.
 KEYS, SCORES_WARPS = 64, 4
-SCORES_RESIDENT = 4 * MULTIPROCESSORS
+SCORES_RESIDENT = 3 * MULTIPROCESSORS
 
 # A row's selection: its warps, a stripe of one score a thread, so that no layout changes ahead of a scattered store,
 # and stripes at a time; the longest list whose numbers are compared with each other, so many with so many at a time;
@@ -64,5 +65,6 @@ def index_projection(n: int, k: int) -> IndexProjection:
 
 
 def score_programs(rows: int, width: int) -> int:
-    """Programs that share a row's `width` positions."""
-    return max(1, min(-(-width // KEYS), SCORES_RESIDENT // rows))
+    """Programs that share a row's `width` positions: those that run at once, or fewer with as many tiles each."""
+    tiles, most = -(-width // KEYS), max(1, SCORES_RESIDENT // rows)
+    return max(1, -(-tiles // -(-tiles // most)))

@@ -41,9 +41,8 @@ def length(positions, owner, row, width, RATIO: tl.constexpr):
 
 
 @triton.jit
-def _keys(cache, stride, table, log2, column, end):
-    """A tile's keys [n, 128] uint8 and their scales [n] float32."""
-    inside = column < end
+def _keys(cache, stride, table, log2, column, inside):
+    """A tile's keys [n, 128] uint8 and their scales [n] float32, zeros where they are not wanted."""
     page = cache + tl.load(table + (column >> log2), inside, other=0).to(tl.int64) * stride
     page = tl.multiple_of(page, 16)
     state = column & ((1 << log2) - 1)
@@ -124,18 +123,25 @@ def index_scores_kernel(
     end = closed
     if FULL:
         end = tl.full((), 0, tl.int32) + width
+    first = tl.program_id(0) * KEYS
+    column = first + tl.arange(0, KEYS)
+    # Keys of this step, no more than it has rows, may not be there yet; the others are on their way ahead of the wait.
+    settled = closed - rows
+    codes, key_scale = _keys(cache, stride, table, log2, column, column < settled)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * KEYS
     if first < end:
-        codes, key_scale = _keys(cache, stride, table, log2, first + tl.arange(0, KEYS), closed)
+        if first + KEYS > settled:
+            new_codes, new_scale = _keys(cache, stride, table, log2, column, (column >= settled) & (column < closed))
+            codes, key_scale = codes | new_codes, key_scale + new_scale
         queries, weight = _queries(q, weights, at, turn, rows, row, scale, HEADS, PADDED, N, SPLITS)
         for start in range(first, end, tl.num_programs(0) * KEYS):
             column = start + tl.arange(0, KEYS)
             keys = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             own_scale = key_scale
             # The next tile's are on their way meanwhile.
-            codes, key_scale = _keys(cache, stride, table, log2, column + tl.num_programs(0) * KEYS, closed)
+            ahead = column + tl.num_programs(0) * KEYS
+            codes, key_scale = _keys(cache, stride, table, log2, ahead, ahead < closed)
             dots = tl.dot(queries, tl.trans(keys))
             score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
             inside = column < closed
