@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,13 +113,13 @@ def test_ties() -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_replays(rows: int, ratio: int) -> None:
+@pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6)])
+def test_replays(requests: int, count: int, ratio: int) -> None:
     """A chain of all launches of three layers in one graph, replayed over other batches: as one launch after the other,
-    and the same bits every time."""
-    contexts, layers = RAGGED[:rows], range(3)
-    cases = [IndexCase(RATIOS[ratio], contexts, seed, DEVICE) for seed in layers]
-    others = [IndexCase(RATIOS[ratio], contexts, 10 + seed, DEVICE) for seed in layers]
+    and the same bits every time. Scores read ahead of their wait, but for the keys that the step's rows make."""
+    contexts, layers, shape = RAGGED[:requests], range(3), replace(RATIOS[ratio], count=count)
+    cases = [IndexCase(shape, contexts, seed, DEVICE) for seed in layers]
+    others = [IndexCase(shape, contexts, 10 + seed, DEVICE) for seed in layers]
     bins = fused_bins(DEVICE)
     fused = [FusedIndexer(case.attn, bins) for case in cases]
     qr = [case.qr for case in cases]
