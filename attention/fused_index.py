@@ -199,6 +199,7 @@ class FusedIndexer:
             FLAGS=flags is not None,
             FULL=full,
             num_warps=tuning.SCORES_WARPS,
+            maxnreg=tuning.scores_registers(heads),
             launch_pdl=True,
             # So that queries come out as the reference's.
             enable_fp_fusion=False,

@@ -23,9 +23,9 @@ BESIDE = True
 # fit beside those of a projection's program.
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 2
 
-# Keys of a tile, warps of its program, and programs that run at once, by their registers.
+# Keys of a tile, warps of its program, and programs that run at once, by registers of a thread of up to 32 heads.
 KEYS, SCORES_WARPS = 64, 4
-SCORES_RESIDENT = 3 * MULTIPROCESSORS
+SCORES_RESIDENT, SCORES_REGISTERS = 4 * MULTIPROCESSORS, 128
 
 # A row's selection: its warps, a stripe of one score a thread, so that no layout changes ahead of a scattered store,
 # and stripes at a time; the longest list whose numbers are compared with each other, so many with so many at a time;
@@ -62,6 +62,11 @@ def index_projection(n: int, k: int) -> IndexProjection:
     if TILE * k // splits * 2 > MOST_BYTES or launch.chunks > 16:
         raise ValueError(f"projection: found [{n}, {k}], expected columns of more powers of two, or fewer")
     return launch
+
+
+def scores_registers(heads: int) -> int | None:
+    """What the compiler may use, a few less than it would; None for what it wants: more heads need more."""
+    return SCORES_REGISTERS if heads <= 32 else None
 
 
 def score_programs(rows: int, width: int) -> int:

@@ -27,16 +27,13 @@ def _scores(scores, column, closed):
 
 @triton.jit
 def _limit(held, bin, TOPK: tl.constexpr):
-    """The bin of the last of the best, how many of it are wanted, and how many are chosen in all; none wanted where
-    there are fewer than TOPK, which are up to MOST. One reduction finds all."""
+    """The bin of the last of the best, and how many of it are wanted, none where there are fewer than TOPK, which are
+    up to MOST. One reduction finds both."""
     upto = tl.cumsum(held, 0)
     ahead = upto - held
     crossed = (ahead < TOPK) & (upto >= TOPK)
-    fewer = tl.where(bin == BINS - 1, upto - TOPK, -TOPK)
-    code = tl.max(tl.where(crossed, bin * MOST + (TOPK - 1 - ahead), fewer), 0)
-    enough = code >= 0
-    wanted = tl.where(enough, code % MOST + 1, 0)
-    return tl.where(enough, code // MOST, 0), wanted, tl.where(enough, TOPK, code + TOPK)
+    code = tl.max(tl.where(crossed, bin * MOST + (TOPK - 1 - ahead), -1), 0)
+    return code // MOST, tl.where(code >= 0, code % MOST + 1, 0)
 
 
 @triton.jit
@@ -112,12 +109,11 @@ def top_positions_kernel(
     score = ()
     for i in tl.static_range(STRIPES):
         score = score + (_scores(scores, i * STRIPE + stripe, closed),)  # type: ignore[assignment]  # noqa: RUF005
-    last, wanted, total = _limit(held, bin, TOPK)
-    found = tl.load(bins + last, cache_modifier=".cg")
+    last, wanted = _limit(held, bin, TOPK)
     # Their comparisons with what is no number are false, as they should be.
     above = tl.where(wanted > 0, lowest_of(last - 1), LEAST)
     among = tl.where(wanted > 0, lowest_of(last), LEAST)
-    taken, before = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    taken, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, closed, STRIPES * STRIPE):
         # Both counts in one: there are fewer than 2**15.
         count = tl.zeros((STRIPE,), tl.int32)
@@ -127,14 +123,14 @@ def top_positions_kernel(
         for i in tl.static_range(STRIPES):
             column, ones = start + i * STRIPE + stripe, _counted(score[i], above, among)
             tl.store(chosen + taken + (place & 0xFFFF), column, ones == 1)
-            at = before + (place >> 16)
+            at = found + (place >> 16)
             tl.store(columns + at, column, ones > 1)
             tl.store(numbers + at, score[i].to(tl.int32, bitcast=True), ones > 1)
             place += ones
+        sums = tl.sum(count, 0)
+        taken += sums & 0xFFFF
+        found += sums >> 16
         if start + STRIPES * STRIPE < closed:
-            sums = tl.sum(count, 0)
-            taken += sums & 0xFFFF
-            before += sums >> 16
             score = ()
             for i in tl.static_range(STRIPES):
                 column = start + (STRIPES + i) * STRIPE + stripe
@@ -142,14 +138,18 @@ def top_positions_kernel(
     # What the program's other threads have stored.
     tl.debug_barrier()
     tl.store(bins + bin, tl.zeros_like(held))
+    # As counted; of scores that nobody has counted, or others were, there may be more or fewer.
+    taken = tl.minimum(taken, TOPK)
+    wanted = tl.minimum(wanted, tl.minimum(found, TOPK - taken))
+    total = taken + wanted
     item = tl.arange(0, TOPK_PADDED)
-    inside = item < total - wanted
+    inside = item < taken
     _keep(out, slots, item, table, tl.load(chosen + item, inside, other=0), log2, inside)
     if wanted > 0:
         if found <= SHORT:
-            _place(columns, numbers, found, wanted, out, slots, table, log2, TOPK - wanted, TILE, RIVALS)
+            _place(columns, numbers, found, wanted, out, slots, table, log2, taken, TILE, RIVALS)
         else:
-            _settle(columns, numbers, found, wanted, out, slots, table, log2, TOPK - wanted, LONG)
+            _settle(columns, numbers, found, wanted, out, slots, table, log2, taken, LONG)
     if total < TOPK:
         none = (item >= total) & (item < TOPK)
         tl.store(out + item, tl.full((TOPK_PADDED,), -1, tl.int32), none)

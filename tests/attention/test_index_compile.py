@@ -109,6 +109,7 @@ def variants() -> dict[str, Variant]:
         }  # fmt: skip
         found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused = {"enable_fp_fusion": False}
+        limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS)}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
             constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
@@ -121,7 +122,7 @@ def variants() -> dict[str, Variant]:
                 "FLAGS": flags, "FULL": full,
             }  # fmt: skip
             name = f"scores, ratio {ratio}, flags {flags}, full {full}"
-            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, unfused)
+            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, limited)
     for ratio in (2, 1):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,

@@ -41,6 +41,14 @@ def test_programs_of_the_scores(rows: int) -> None:
     assert tuning.score_programs(rows, 64) == 1 and tuning.score_programs(rows, 65) == 2
 
 
+def test_scores_that_run_at_once() -> None:
+    """Of 32 heads, whose programs fill the registers."""
+    registers = tuning.scores_registers(32)
+    assert registers is not None and tuning.scores_registers(64) is None
+    programs = tuning.SCORES_RESIDENT // tuning.MULTIPROCESSORS
+    assert registers * 32 * tuning.SCORES_WARPS * programs <= 65536
+
+
 def test_a_chunks_counts_fit_into_a_half() -> None:
     assert tuning.STRIPE * tuning.STRIPES < 1 << 15
 

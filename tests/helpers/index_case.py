@@ -277,6 +277,15 @@ def assert_selected(case: IndexCase, scores: Tensor, slots: Tensor) -> None:
     assert torch.equal(slots, table), "slots are elsewhere"
 
 
+def assert_in_place(case: IndexCase, slots: Tensor) -> None:
+    """Whatever was selected are the rows' own positions, and their slots; nothing behind the batch's rows is touched."""
+    found = case.selection[: case.rows]
+    assert (found >= -1).all() and (found < closed_groups(case).unsqueeze(1)).all(), "positions of nobody"
+    assert (case.selection[case.rows :] == 12345).all(), "a row behind the batch's was written"
+    table = ReferenceTables().selected(case.caches.compressed, found.contiguous(), case.caches.window)
+    assert torch.equal(slots, table), "slots are elsewhere"
+
+
 def tied_scores(case: IndexCase) -> dict[str, Tensor]:
     """[T, n] scores by name, -inf behind a row's own."""
     rows, width = case.rows, max(case.caches.index.max_seq_len // case.shape.ratio, 1)

@@ -11,6 +11,7 @@ from tests.helpers.index_case import (
     IndexCase,
     Shape,
     assert_compressed,
+    assert_in_place,
     assert_projected,
     assert_scored,
     assert_selected,
@@ -110,9 +111,14 @@ def _ties() -> list[str]:
             assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
         except AssertionError as error:
             failures.append(f"{name}: {error}")
-    fused.top(case.attn, tied_scores(case)["equal"], case.positions, case.caches)
-    if (case.selection[case.rows :] != 12345).any():
-        failures.append("scores that nobody counted were written behind their row")
+    for times in (0, 3):
+        scores = tied_scores(case)["few"]
+        fused.bins.copy_(times * bins_of(scores, closed_groups(case), fused.bins))
+        slots = fused.top(case.attn, scores, case.positions, case.caches)
+        try:
+            assert_in_place(case, slots)
+        except AssertionError as error:
+            failures.append(f"scores counted {times} times: {error}")
     return failures
 
 
