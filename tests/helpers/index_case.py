@@ -278,7 +278,7 @@ def assert_selected(case: IndexCase, scores: Tensor, slots: Tensor) -> None:
 
 
 def assert_in_place(case: IndexCase, slots: Tensor) -> None:
-    """Whatever was selected are the rows' own positions, and their slots; nothing behind the batch's rows is written."""
+    """Whatever was selected are the rows' own positions, and their slots; nothing lies behind the rows."""
     found = case.selection[: case.rows]
     assert (found >= -1).all() and (found < closed_groups(case).unsqueeze(1)).all(), "positions of nobody"
     assert (case.selection[case.rows :] == 12345).all(), "a row behind the batch's was written"
