@@ -12,7 +12,6 @@ norms queries and inserts records: "norms and insert apart" has that launch in e
 with its norm in front of each; less "wq_b", it is what the rest adds to a step.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,8 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.results import FOLDER, commit
+from benchmarks.results import FOLDER, write_gpu_result
+from benchmarks.timing import replayed
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused import NormedLinear
 from specialized_decode.attention.fused_mla import MAX_INSERTED, RECORD, FusedSparseMla, FusedTables
@@ -262,19 +262,8 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def interleaved(chains: dict[str, Callable[[], object]], count: int, replays: int) -> Times:
     """All graphs replay in turn; microseconds of one of `count` layers."""
-    graphs = {name: capture(run) for name, run in chains.items()}
-    times: Times = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, graph in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / count)
-    return times
+    graphs = {name: (capture(run), count) for name, run in chains.items()}
+    return replayed(graphs, replays)
 
 
 def cuts(layers: Layers) -> dict[str, Callable[[], object]]:
@@ -349,19 +338,8 @@ def main(
         runs.append({"rows": rows, "layers": layers.chain, "caches": len(layers.attn), "us": us})
     if sweep:
         return
-    result = {
-        "benchmark": name,
-        "kind": "attention_mla",
-        "commit": given or commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "heads": heads,
-        "context": context,
-        "replays": replays,
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fields = {"heads": heads, "context": context, "replays": replays, "runs": runs}
+    write_gpu_result(out / f"{name}.json", "attention_mla", given, fields)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ boundary's slot, as the executor has it on one GPU; the reduce that follows ther
 which takes an engine's configuration, metadata and caches, is not among them.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_mla import Times, interleaved
-from benchmarks.results import FOLDER, commit
+from benchmarks.results import FOLDER, write_gpu_result
 from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
 from specialized_decode.attention.fused import fused_projections
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
@@ -222,19 +221,8 @@ def main(
                 click.echo(f"  {label:20s} {median:8.2f} ({q1:.2f} to {q3:.2f})")
                 us[f"{kind}: {label}"] = {"median": round(median, 3), "q1": round(q1, 3), "q3": round(q3, 3)}
         runs.append({"rows": rows, "layers": CHAIN, "us": us})
-    result = {
-        "benchmark": name,
-        "kind": "attention_step",
-        "commit": given or commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "ranks": RANKS,
-        "context": context,
-        "replays": replays,
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    fields = {"ranks": RANKS, "context": context, "replays": replays, "runs": runs}
+    write_gpu_result(out / f"{name}.json", "attention_step", given, fields)
 
 
 if __name__ == "__main__":

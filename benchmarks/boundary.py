@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.results import FOLDER, commit
+from benchmarks.timing import replayed
+from specialized_decode.boundary import CudaSideStream
 from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 
 HIDDEN, STREAMS, MAX_ROWS, EPS, HC_EPS, SINKHORN = 5120, 4, 384, 1e-20, 1e-6, 20
@@ -29,6 +31,8 @@ LAYERS = 40
 SUBLAYERS = 2 * LAYERS
 # Boundaries of a chain. Every one reads another mixer and other inputs: 80 mixers are 157 MB, three times the L2 cache.
 CHAIN = 2 * SUBLAYERS
+# Where the coefficients run.
+MODES = ("inline", "finished beside", "side", "earlier", "unjoined")
 INPUTS = 16
 REPLAYS = 30
 # A stand-in for a sublayer's weights: 42 MB of bfloat16, 10 us of an H200's memory, in two products.
@@ -137,20 +141,7 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def interleaved(chains: dict[str, tuple[Callable[[], object], int]], replays: int) -> Times:
     """chains: what is captured and how many boundaries it has. All graphs replay in turn; microseconds a boundary."""
     graphs = {name: (capture(run), count) for name, (run, count) in chains.items()}
-    times: Times = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, (graph, count) in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if dist.is_initialized():
-                dist.barrier()
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / count)
-    return times
+    return replayed(graphs, replays, dist.barrier if dist.is_initialized() else lambda: None)
 
 
 # --- chains -----------------------------------------------------------------------------------------------------
@@ -167,6 +158,7 @@ class Ours:
         for mixer in inputs.mixers:
             self.coefficients.prepare(mixer)
         self.side = torch.cuda.Stream()
+        self.finishing = CudaSideStream(device)
 
     def _step(
         self, number: int, x: Tensor, streams: Tensor, mixes: Mixes, settled: bool = True
@@ -217,8 +209,9 @@ class Ours:
 
     def sublayers(self, weights: list[tuple[Tensor, Tensor]], mode: str) -> None:
         """80 boundaries with stand-ins for sublayers. mode: coefficients on the `side` stream and joined
-        before the boundary, `earlier`: a launch earlier, `inline`, or `none`; `unjoined`: on the side stream and
-        nowhere waited for, which is what a flag in memory could gain at most."""
+        before the boundary, `earlier`: a launch earlier, `inline`, or `none`; `finished beside`: what reads the streams
+        inline, the rest on the side stream, joined a launch earlier; `unjoined`: on the side stream and nowhere waited
+        for, which is what a flag in memory could gain at most."""
         self.boundary.restart(False)
         x, streams, mixes = self.inputs.outputs[0], self.inputs.streams[0], self.inputs.mixes[0]
         main, beside = torch.cuda.current_stream(), mode in ("side", "earlier", "unjoined")
@@ -233,14 +226,17 @@ class Ours:
                 kept.append((streams, made))
             elif mode == "inline":
                 made = self.coefficients(streams, mixer)
+            elif mode == "finished beside":
+                made = self.coefficients(streams, mixer, self.finishing)
             up, down = weights[number % len(weights)]
             middle = x @ up.T
             if mode == "earlier":
                 main.wait_stream(self.side)
+            self.finishing.join()
             x = middle @ down.T
             if mode == "side":
                 main.wait_stream(self.side)
-            if mode in ("side", "earlier", "inline"):
+            if mode in ("side", "earlier", "inline", "finished beside"):
                 mixes = Mixes(made[1], made[2], made[0])
         if beside:
             main.wait_stream(self.side)
@@ -391,7 +387,7 @@ def measure(rows: int, group: Group, stock: StockStep | None, replays: int) -> d
         chains["sublayer, no boundary"] = (stand_ins(inputs, weights), SUBLAYERS)
         if stock is not None:
             chains["sublayer, stock mHC"] = (stock_chain(inputs, stock, lambda x: x, weights), SUBLAYERS)
-        for mode in ("none", "inline", "side", "earlier", "unjoined"):
+        for mode in ("none", *MODES):
             chains[f"sublayer, coefficients {mode}"] = (lambda mode=mode: ours.sublayers(weights, mode), SUBLAYERS)  # type: ignore[misc]
     times = interleaved(chains, replays)
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -408,8 +404,7 @@ def measure(rows: int, group: Group, stock: StockStep | None, replays: int) -> d
         run["timeline"] = timeline(lambda: ours.sublayers(weights, "side"), range(40, 42))
         idle = medians["sublayer, coefficients none"]
         run["step_cost_us"] = {
-            mode: round((medians[f"sublayer, coefficients {mode}"] - idle) * SUBLAYERS, 1)
-            for mode in ("inline", "side", "earlier", "unjoined")
+            mode: round((medians[f"sublayer, coefficients {mode}"] - idle) * SUBLAYERS, 1) for mode in MODES
         }
         run["critical_path_us"] = round(idle - medians["sublayer, no boundary"], 2)
     return run

@@ -1,8 +1,8 @@
 """One layer's low-batch MoE in CUDA graphs, at the widths of a rank, from the normed input to unfinalized rows.
 
-`python -m benchmarks.moe` on one GPU writes benchmarks/results/moe_h200.json: the MoE kernels, and vLLM's router and
-routed experts on the same packed weights where vLLM can be imported, in turn in one run. Stock's part has no shared
-expert in it, and finalizes. Needs the checkout's tests beside it, whose layers it takes.
+`python -m benchmarks.moe` on one GPU writes benchmarks/results/moe_h200.json: the MoE kernels, and vLLM's router,
+routed and shared experts on the same weights where vLLM can be imported, in turn in one run. Stock finalizes, on one
+stream. Needs the checkout's tests beside it, whose layers it takes.
 """
 
 import json
@@ -15,7 +15,8 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.results import FOLDER, commit
+from benchmarks.results import FOLDER, write_gpu_result
+from benchmarks.timing import replayed
 from specialized_decode.moe.fused import FusedMoE
 from tests.helpers.held_moe import HeldMoE, held_moe, inputs
 
@@ -78,14 +79,34 @@ def chains(layers: Layers, rows: int, stock: "Stock | None") -> tuple[dict[str, 
         "kernels: down": lambda number: pick(number)[0].down(routings[number % count], hiddens[number % count]),
     }
     if stock is not None:
-        found["stock, without the shared expert"] = lambda number: stock(
-            layers.layers[number % count], given[number % count][0]
-        )
+        found["stock"] = lambda number: stock(layers.layers[number % count], given[number % count][0])
     return found, [routing.ids for routing in routings]
 
 
+class SharedLinear:
+    """vLLM's linear layer of a shared expert, as Hopper's backend repacks and runs it."""
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        """weight: [N, K] e4m3, scale: [N / 32, K / 32] uint8; both are copied."""
+        from vllm.model_executor.kernels.linear.mxfp8.humming import HummingMxfp8LinearKernel
+        from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
+
+        rows, columns = weight.shape
+        layer: Any = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale.repeat_interleave(32, 0), requires_grad=False)
+        layer.params_dtype, layer.has_bias = torch.bfloat16, False
+        layer.input_size_per_partition, layer.output_partition_sizes = columns, [rows]
+        self.layer, self.kernel = layer, HummingMxfp8LinearKernel(Mxfp8LinearLayerConfig((rows, columns)))
+        self.kernel.process_weights_after_loading(layer)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.kernel.apply_weights(self.layer, x)
+        return out
+
+
 class Stock:
-    """vLLM's router and routed experts, as its Humming backend's indexed experts call them."""
+    """vLLM's router, routed experts, as its Humming backend's indexed experts call them, and shared expert."""
 
     def __init__(self, width: int) -> None:
         import pytest
@@ -106,6 +127,7 @@ class Stock:
         self.compute = json.dumps({"gemm_type": gemm.value})
         self.locks = create_humming_locks(torch.device("cuda"))
         self.activation = get_humming_activation(MoEActivation.SILU, ApplyMoEActivationConfig(clamp_limit=LIMIT))
+        self.shared_layers: dict[int, tuple[SharedLinear, SharedLinear]] = {}
 
     def __call__(self, layer: HeldMoE, x: Tensor) -> Tensor:
         from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
@@ -122,7 +144,19 @@ class Stock:
         up = self._project("w13", layer.held.w13, x, aligned, pairs, TOPK, {})
         down = self._project("w2", layer.held.w2, up, aligned, pairs, 1, self.activation)
         out: Tensor = moe_fused_mul_sum(down.view(*ids.shape, HIDDEN), weights, topk_ids=ids)
-        return out
+        return out.add_(self._shared(layer, x))
+
+    def _shared(self, layer: HeldMoE, x: Tensor) -> Tensor:
+        """A layer's first call, outside of captures, repacks its weights."""
+        if id(layer) not in self.shared_layers:
+            up, down = layer.shared_up, layer.shared_down
+            assert up.scale is not None and down.scale is not None
+            self.shared_layers[id(layer)] = SharedLinear(up.weight, up.scale), SharedLinear(down.weight, down.scale)
+        first, second = self.shared_layers[id(layer)]
+        gate_up = first(x)
+        hidden = gate_up.new_empty(x.shape[0], gate_up.shape[1] // 2)
+        torch.ops._C.silu_and_mul_with_clamp(hidden, gate_up, LIMIT, 1.0, 0.0)
+        return second(hidden)
 
     def _block(self, name: str, pairs: int) -> int:
         return next(
@@ -159,12 +193,14 @@ class Stock:
         return outputs
 
 
-def stock_of(width: int) -> Stock | None:
+def stock_of(layers: Layers) -> Stock | None:
     """Stock's part, or None, with the reason said, where it cannot run here."""
     try:
-        return Stock(width)
+        stock = Stock(layers.width)
+        stock(layers.layers[0], inputs(0, 1, HIDDEN, "cuda")[0])
+        return stock
     except Exception as error:
-        click.echo(f"no stock experts: {type(error).__name__}: {error}", err=True)
+        click.echo(f"no stock layer: {type(error).__name__}: {error}", err=True)
         return None
 
 
@@ -179,18 +215,7 @@ def interleaved(steps: dict[str, Step], replays: int) -> dict[str, list[float]]:
         with torch.cuda.graph(graphs[name], capture_error_mode="thread_local"):
             kept = [step(number) for number in range(CHAIN)]
         del kept
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for replay in range(replays + 3):
-        for name, graph in graphs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if replay >= 3:
-                times[name].append(begin.elapsed_time(end) * 1e3 / CHAIN)
-    return times
+    return replayed({name: (graph, CHAIN) for name, graph in graphs.items()}, replays)
 
 
 def measure(layers: Layers, rows: int, skewed: bool, stock: Stock | None, replays: int) -> dict[str, Any]:
@@ -234,28 +259,18 @@ def main(
     """Times one layer's MoE on the current GPU."""
     runs = []
     for width in only_widths or WIDTHS:
-        stock = None if no_stock else stock_of(width)
         layers = Layers(width, LAYERS)
+        stock = None if no_stock else stock_of(layers)
         for skewed in (False, True):
             for rows in only_rows or ROWS:
                 run = measure(layers, rows, skewed, stock, replays)
                 runs.append(run)
                 click.echo(json.dumps(run))
-        del layers
+                # Anew after each: a time limit then loses no run.
+                fields = {"hidden_size": HIDDEN, "experts": EXPERTS, "layers": LAYERS, "runs": runs}
+                write_gpu_result(out / f"{name}.json", "moe", given, fields)
+        del layers, stock
         torch.cuda.empty_cache()
-    result = {
-        "benchmark": name,
-        "kind": "moe",
-        "commit": given or commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "hidden_size": HIDDEN,
-        "experts": EXPERTS,
-        "layers": LAYERS,
-        "runs": runs,
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).absolute().parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
@@ -77,3 +78,14 @@ def commit() -> str:
     except FileNotFoundError:  # no git
         return "unknown"
     return result.stdout.strip() if result.returncode == 0 else "unknown"
+
+
+def write_gpu_result(path: Path, kind: str, given: str | None, fields: dict[str, Any]) -> None:
+    """Writes the result of a benchmark of kernels: `fields`, and what ran them. given: the commit, where the checkout
+    does not know it."""
+    import torch
+
+    about = {"benchmark": path.stem, "kind": kind, "commit": given or commit()}
+    about |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(about | fields, indent=1) + "\n", encoding="utf-8")

@@ -100,19 +100,27 @@ class Boundaries:
         if step.side_stream:
             with self.stream.fork():
                 return self._update(mixer, residual, state, capture_aux)
-        return self._update(mixer, residual, state, capture_aux)
+        # Of many rows what reads the streams would only be in the sublayer's way; what follows is small.
+        return self._update(mixer, residual, state, capture_aux, self.stream)
 
     def mean(self, residual: Tensor) -> Tensor:
         """The aux hidden state of streams [T, n, hidden], [T, hidden] bfloat16."""
         return self.coefficients.mean(residual)
 
-    def _update(self, mixer: MixerView, residual: Tensor, state: BoundaryState, capture_aux: bool) -> Tensor | None:
+    def _update(
+        self,
+        mixer: MixerView,
+        residual: Tensor,
+        state: BoundaryState,
+        capture_aux: bool,
+        finish_on: SideStream | None = None,
+    ) -> Tensor | None:
         state.residual, state.pending = residual, None
-        state.pre, state.post, state.comb = self.coefficients(residual, mixer)
+        state.pre, state.post, state.comb = self.coefficients(residual, mixer, finish_on)
         return self.coefficients.mean(residual) if capture_aux else None
 
     def _mix(self, mixer: MixerView, x: Tensor, residual: Tensor, step: StepGates) -> BoundaryState:
         if step.side_stream:
             with self.stream.fork():
                 return BoundaryState(residual, *self.coefficients.first(x, residual, mixer))
-        return BoundaryState(residual, *self.coefficients.first(x, residual, mixer))
+        return BoundaryState(residual, *self.coefficients.first(x, residual, mixer, self.stream))

@@ -1,5 +1,7 @@
 """Launches of the boundary's kernels. `select` says where they serve; elsewhere this module is not imported."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from specialized_decode.boundary.kernels.coefficients import (
 from specialized_decode.boundary.kernels.fused import boundary_kernel
 from specialized_decode.boundary.kernels.publish import advance_kernel, publish_kernel
 from specialized_decode.boundary.mailbox import DEADLINE_SECONDS, PeerMailbox
+from specialized_decode.boundary.streams import SideStream
 from specialized_decode.boundary.types import MixerView, Pending, QuantizedInput, TpGroup, UnfinalizedRows
 
 
@@ -187,11 +190,11 @@ class FusedCoefficients:
         """What the prepared copies take."""
         return sum(copy.nbytes for copies in (self._first, self._pieces) for copy in copies.values())
 
-    def first(self, x: Tensor, residual: Tensor, mixer: MixerView) -> Mixes:
-        return self._run(x, self._first[mixer.fn.data_ptr()], mixer)
+    def first(self, x: Tensor, residual: Tensor, mixer: MixerView, finish_on: SideStream | None = None) -> Mixes:
+        return self._run(x, self._first[mixer.fn.data_ptr()], mixer, finish_on)
 
-    def __call__(self, residual: Tensor, mixer: MixerView) -> Mixes:
-        return self._run(residual.flatten(1), mixer.fn, mixer)
+    def __call__(self, residual: Tensor, mixer: MixerView, finish_on: SideStream | None = None) -> Mixes:
+        return self._run(residual.flatten(1), mixer.fn, mixer, finish_on)
 
     def mean(self, residual: Tensor) -> Tensor:
         out = residual.new_empty(residual.shape[0], self.hidden)
@@ -201,7 +204,7 @@ class FusedCoefficients:
         )
         return out
 
-    def _run(self, flat: Tensor, fn: Tensor, mixer: MixerView) -> Mixes:
+    def _run(self, flat: Tensor, fn: Tensor, mixer: MixerView, finish_on: SideStream | None) -> Mixes:
         rows, k = flat.shape
         out = tuple(torch.empty(rows, n, device=flat.device) for n in (4, 4, 16))
         outputs = (mixer.base, mixer.scale)
@@ -221,8 +224,9 @@ class FusedCoefficients:
                 COLUMNS=split.columns, BLOCK_ROWS=block, BLOCK_K=tuning.PROJECTION_COLUMNS,
                 num_warps=tuning.projection_warps(rows), num_stages=tuning.PROJECTION_STAGES, launch_pdl=True,
             )  # fmt: skip
-            finish_kernel[(rows,)](
-                self._partial, *outputs, *out, mixer.rms_eps, mixer.hc_eps, K=k, SPLITS=split.splits,
-                SPLITS_PADDED=padded, ITERATIONS=mixer.sinkhorn_iters, num_warps=1, launch_pdl=True,
-            )  # fmt: skip
+            with nullcontext() if finish_on is None else finish_on.fork():
+                finish_kernel[(rows,)](
+                    self._partial, *outputs, *out, mixer.rms_eps, mixer.hc_eps, K=k, SPLITS=split.splits,
+                    SPLITS_PADDED=padded, ITERATIONS=mixer.sinkhorn_iters, num_warps=1, launch_pdl=True,
+                )  # fmt: skip
         return out[0], out[1], out[2].view(rows, 4, 4)

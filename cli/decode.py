@@ -41,7 +41,10 @@ _CHUNK_TOKENS = 512
     "--context", type=click.IntRange(min=2), help="Longest sequence.  [default: what prompts and tokens need]"
 )
 @click.option(
-    "--kernels", is_flag=True, help="Run the executor on its kernels, where they serve the GPU and the model."
+    "--kernels/--no-kernels",
+    default=True,
+    show_default=True,
+    help="Run the executor on its kernels, where they serve the GPU and the model.",
 )
 def decode(
     folder: Path | None,

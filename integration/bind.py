@@ -45,8 +45,11 @@ def build_executor(language_model: Any) -> SpecializedDecode:
     executor = SpecializedDecode.for_target(target, config, language_model.lm_head.weight)
     if prepared is not None:
         if config.stock:
-            # The kernels keep their own form of these.
+            # The kernels keep their own form of these, and others do not serve here.
             prepared.drop(_projections(language_model.model, config))
+            for plan in executor.layers:
+                if plan.moe.gemm is None:
+                    prepared.drop(_shared_expert(language_model.model.layers[plan.layer_id]))
         logger.info("Prepared weights: %d dense layers, %.2f GB of this GPU", len(prepared), prepared.nbytes / 1e9)
     return executor
 
@@ -68,8 +71,12 @@ def _shared_experts(model: Any, config: DecodeConfig) -> Iterator[nn.Module]:
     """What the MoE kernels read of vLLM's dense layers."""
     if "moe" in config.kernels:
         for number in range(model.start_layer, model.end_layer):
-            shared = model.layers[number].ffn.shared_experts
-            yield from (shared.gate_up_proj, shared.down_proj)
+            yield from _shared_expert(model.layers[number])
+
+
+def _shared_expert(layer: Any) -> tuple[nn.Module, nn.Module]:
+    shared = layer.ffn.shared_experts
+    return shared.gate_up_proj, shared.down_proj
 
 
 def _projections(model: Any, config: DecodeConfig) -> Iterator[nn.Module]:

@@ -113,16 +113,20 @@ def backend(vllm_config: Any) -> str:
 
 
 # The executor's switches in additional_config, and their defaults.
-# Kernels are off by default until they have been shown to be faster; reference ops are for checks.
-SWITCHES = {"decode_kernels": False, "decode_reference_ops": False, "decode_prepared_weights": True}
+# Reference ops are for checks.
+SWITCHES = {"decode_kernels": True, "decode_reference_ops": False, "decode_prepared_weights": True}
 
 
 def switches(vllm_config: Any) -> dict[str, Any]:
     """The values of SWITCHES: of decode_kernels the families asked for, of the others a bool.
 
-    Raises ValueError for any other value, or for what reads weights without them.
+    Raises ValueError for any other value, or for what reads weights without them. Of kernels that nobody asked for,
+    those that read prepared weights go with them.
     """
-    values = {name: _options(vllm_config).get(name, default) for name, default in SWITCHES.items()}
+    options = _options(vllm_config)
+    values = {name: options.get(name, default) for name, default in SWITCHES.items()}
+    if values["decode_prepared_weights"] is False and "decode_kernels" not in options:
+        values["decode_kernels"] = ["boundary"]
     from specialized_decode.runtime.kernels import kernel_families
 
     for name, value in values.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 from specialized_decode.boundary import UnfinalizedRows
 from specialized_decode.moe import tuning
 from specialized_decode.moe.expert_layout import PackedWeight, shard_width
-from specialized_decode.moe.kernels.experts import RECORD, down_kernel, up_kernel
+from specialized_decode.moe.kernels.experts import down_kernel, up_kernel
 from specialized_decode.moe.kernels.front import front_kernel
 from specialized_decode.moe.kernels.route import route_kernel
 from specialized_decode.moe.reference import IMAGE_TOKENS
@@ -20,14 +20,14 @@ from specialized_decode.moe.views import MoEView
 class Routing:
     """Where T rows go, of which `up` and `down` read. ids: [T, k] int32, weights: [T, k] float32.
 
-    record: [T k, 16] int32: an expert a row, its id, how many chose it, from 8 on the pairs t k + slot that did; an id
-    of -1 behind the last. plain, quads: the input as float16, times 1 / factors [T], in the columns' order and in the
-    packed weights'.
+    leaders [T, k] int32, members [E] int64: who does an expert's work, and for whom; see `kernels.experts`. plain,
+    quads: the input as float16, times 1 / factors [T], in the columns' order and in the packed weights'.
     """
 
     ids: Tensor
     weights: Tensor
-    record: Tensor
+    leaders: Tensor
+    members: Tensor
     plain: Tensor
     quads: Tensor
     factors: Tensor
@@ -58,7 +58,6 @@ class FusedMoE:
         self.shared_up, self.shared_up_scale = _words(ffn.shared_up.weight, ffn.shared_up.scale)
         self.shared_down, self.shared_down_scale = _words(ffn.shared_down.weight, ffn.shared_down.scale)
         self.scale = tuning.activation_scale(ffn.limit)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=self.gate.device)
 
     @property
     def variant(self) -> tuple[object, ...]:
@@ -67,8 +66,8 @@ class FusedMoE:
 
     @property
     def kept_bytes(self) -> int:
-        """GPU memory beside the model's."""
-        return self._arrived.nbytes
+        """GPU memory beside the model's: none."""
+        return 0
 
     def warm_up(self) -> None:
         """Compiles and loads every kernel for every row count."""
@@ -93,22 +92,24 @@ class FusedMoE:
         partial = x.new_empty(cut.splits, rows, self.count, dtype=torch.float32)
         plain, quads = (torch.empty(x.shape, dtype=torch.float16, device=x.device) for _ in range(2))
         factors = x.new_empty(rows, dtype=torch.float32)
+        warps = tuning.FRONT_WARPS
+        members = torch.empty(self.count, dtype=torch.int64, device=x.device)
         front_kernel[(self.count // tuning.TILE * cut.splits + rows,)](
-            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, rows,
-            K=self.hidden, PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=tuning.WARPS,
-            BLOCKS=cut.blocks, num_warps=tuning.WARPS, launch_pdl=True,
+            x, x.view(torch.int32), self.gate, partial, plain, quads, factors, members, rows, K=self.hidden,
+            PADDED=_power(self.hidden), EXPERTS=self.count, SPLITS=cut.splits, WARPS=warps, BLOCKS=cut.blocks,
+            num_warps=warps, launch_pdl=True,
         )  # fmt: skip
         ids = torch.empty(rows, topk, dtype=torch.int32, device=x.device)
         weights = x.new_empty(rows, topk, dtype=torch.float32)
-        record = torch.empty(rows * topk, RECORD.value, dtype=torch.int32, device=x.device)
+        leaders = ids if rows == 1 else torch.empty_like(ids)
         bias, image_bias = self.ffn.bias, self.ffn.image_bias
         route_kernel[(rows,)](
-            partial, bias, bias if image_bias is None else image_bias, input_ids, ids, weights, record, self._arrived,
-            rows, self.ffn.scaling, FIRST_IMAGE=0 if image_bias is None else IMAGE_TOKENS.start, EXPERTS=self.count,
-            PADDED=_power(self.count), SPLITS=cut.splits, TOPK=topk, TOPK_PADDED=_power(topk),
-            PAIRS=_power(rows * topk), num_warps=tuning.route_warps(rows, topk), launch_pdl=True,
+            partial, bias, bias if image_bias is None else image_bias, input_ids, ids, weights, leaders, members, rows,
+            self.ffn.scaling, FIRST_IMAGE=0 if image_bias is None else IMAGE_TOKENS.start, EXPERTS=self.count,
+            PADDED=_power(self.count), SPLITS=cut.splits, TOPK=topk, TOPK_PADDED=_power(topk), RECORDED=rows > 1,
+            num_warps=tuning.ROUTE_WARPS, launch_pdl=True,
         )  # fmt: skip
-        return Routing(ids, weights, record, plain, quads, factors)
+        return Routing(ids, weights, leaders, members, plain, quads, factors)
 
     def up(self, routing: Routing) -> Hidden:
         """Gate and up projections and the SwiGLU, of the routed experts and the shared one; one launch."""
@@ -119,13 +120,15 @@ class FusedMoE:
             torch.empty(rows * topk, held, dtype=torch.float16, device=device),
             torch.empty(rows, self.width, dtype=torch.float16, device=device),
         )
+        cut = tuning.up(self.hidden, rows)
+        assert cut is not None
         programs = self.width // 8 + rows * topk * (self.width // tuning.TILE)
         up_kernel[(programs,)](
-            routing.record, routing.quads.view(torch.int32), routing.plain.view(torch.int32), routing.factors,
-            *_packed(self.w13), self.shared_up, self.shared_up_scale, hidden.routed, hidden.shared, rows,
-            self.ffn.limit, TOPK=topk, K=self.hidden, I=self.width, I_HELD=held, N_HELD=self.shapes[0].rows,
-            FIRST_UP=held, SCALE=self.scale, WARPS=tuning.WARPS, CHUNK=tuning.up_chunk(self.hidden),
-            num_warps=tuning.WARPS, launch_pdl=True,
+            routing.leaders, routing.members, routing.quads.view(torch.int32), routing.plain.view(torch.int32),
+            routing.factors, *_packed(self.w13), self.shared_up, self.shared_up_scale, hidden.routed, hidden.shared,
+            rows, self.ffn.limit, TOPK=topk, K=self.hidden, I=self.width, I_HELD=held, N_HELD=self.shapes[0].rows,
+            FIRST_UP=held, SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles, SHARED_CHUNK=cut.blocks,
+            RECORDED=rows > 1, num_warps=cut.warps, maxnreg=tuning.REGISTERS, launch_pdl=True,
         )  # fmt: skip
         return hidden
 
@@ -134,14 +137,15 @@ class FusedMoE:
         rows, topk = routing.ids.shape
         out = torch.empty(rows, topk, self.hidden, dtype=torch.bfloat16, device=routing.plain.device)
         shared = out.new_empty(rows, self.hidden)
-        cut = tuning.down(self.width)
-        programs = (1 + rows * topk) * (self.hidden // tuning.TILE // tuning.WARPS)
+        cut = tuning.down(self.hidden, self.width, rows)
+        programs = self.hidden // tuning.TILE // cut.warps
+        programs += rows * topk * (programs // cut.repeat)
         down_kernel[(programs,)](
-            routing.record, hidden.routed.view(torch.int32), hidden.shared.view(torch.int32), *_packed(self.w2),
-            self.shared_down, self.shared_down_scale, out, shared, rows,
-            H=self.hidden, I=self.width, I_HELD=shard_width(self.width), N_HELD=self.shapes[1].rows,
-            K_HELD=self.shapes[1].columns, SCALE=self.scale, WARPS=tuning.WARPS, CHUNK=cut.tiles,
-            SHARED_CHUNK=cut.blocks, num_warps=tuning.WARPS, launch_pdl=True,
+            routing.leaders, routing.members, hidden.routed.view(torch.int32), hidden.shared.view(torch.int32),
+            *_packed(self.w2), self.shared_down, self.shared_down_scale, out, shared, rows, TOPK=topk, H=self.hidden,
+            I=self.width, I_HELD=shard_width(self.width), N_HELD=self.shapes[1].rows, K_HELD=self.shapes[1].columns,
+            SCALE=self.scale, WARPS=cut.warps, CHUNK=cut.tiles, SHARED_CHUNK=cut.blocks, REPEAT=cut.repeat,
+            RECORDED=rows > 1, num_warps=cut.warps, launch_pdl=True,
         )  # fmt: skip
         return UnfinalizedRows(out, routing.weights, shared)
 

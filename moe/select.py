@@ -8,7 +8,7 @@ from specialized_decode.moe.views import MoEView
 
 # vLLM's name of the backend whose form the kernels read.
 LAYOUT = "HUMMING"
-# A lane has a token, and an expert's row of the record has room for eight.
+# As many as the kernels are checked for; a byte of `members` has room for a slot.
 MAX_TOPK = 8
 LARGEST_FLOAT16 = 65504
 
@@ -41,8 +41,8 @@ def unfit(ffn: MoEView) -> str | None:
     hidden, width = down.weight.shape
     if gate.dtype != torch.bfloat16 or gate.shape[1] != hidden or gate.shape[0] % tuning.TILE:
         return f"gate: found {gate.dtype} {list(gate.shape)}, expected bfloat16 [a multiple of {tuning.TILE}, {hidden}]"
-    if tuning.front(hidden) is None or tuning.up_chunk(hidden) is None:
-        return f"hidden size: found {hidden}, expected a multiple of {tuning.COLUMN_TILE * tuning.WARPS}"
+    if tuning.front(hidden) is None or tuning.up(hidden, 1) is None:
+        return f"hidden size: found {hidden}, expected a multiple of {tuning.BLOCK * tuning.FRONT_WARPS}"
     if width % tuning.BLOCK:
         return f"width: found {width}, expected a multiple of {tuning.BLOCK}"
     for name, layer, rows in (("up", up, 2 * width), ("down", down, hidden)):

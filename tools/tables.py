@@ -58,6 +58,10 @@ def table(result: dict[str, Any]) -> str:
         return _boundary_table(result)
     if result.get("kind") == "vllm_step":
         return _vllm_table(result)
+    if result.get("kind") in ("attention_step", "attention_mla"):
+        return _attention_table(result)
+    if result.get("kind") == "moe":
+        return _moe_table(result)
     rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
     lines = [[heading for heading, _ in _COLUMNS], ["---"] * len(_COLUMNS), *rows]
     steps = ", ".join(str(count) for count in _distinct([run["steps"] for run in result["runs"]]))
@@ -140,6 +144,37 @@ def _vllm_table(result: dict[str, Any]) -> str:
         f"Start-up {start['stock']:.0f} s and {start['executor']:.0f} s, GPU memory beside the KV cache "
         f"{memory['stock']:.1f} GB and {memory['executor']:.1f} GB. {result['device']}, torch {result['torch']}, "
         f"vLLM {result['vllm']}; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
+
+
+def _attention_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/attention_step.py's and attention_mla.py's results: a column a row count."""
+    runs = result["runs"]
+    lines = [["us a layer", *(f"{run['rows']} rows" for run in runs)], ["---"] * (len(runs) + 1)]
+    for label in dict.fromkeys(label for run in runs for label in run["us"]):
+        lines.append([label, *(_times(run["us"][label]) if label in run["us"] else "" for run in runs)])
+    heads = f", {result['heads']} heads" if "heads" in result else f", a rank of {result['ranks']}"
+    said = (
+        f"Median (quartiles) of {result['replays']} replays, context {result['context']}{heads}. {result['device']}, "
+        f"torch {result['torch']}; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
+
+
+def _moe_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/moe.py's result: a row a run."""
+    parts = list(dict.fromkeys(label for run in result["runs"] for label in run["us"]))
+    lines = [["width", "routing", "rows", "experts", "MB", "of bandwidth", *(f"{part}, us" for part in parts)]]
+    lines.append(["---"] * len(lines[0]))
+    for run in result["runs"]:
+        cells = [str(run["width"]), run["routing"], str(run["rows"]), f"{run['distinct_experts']:g}", f"{run['mb']:g}"]
+        cells.append(f"{run['of_bandwidth']:.0%}")
+        lines.append([*cells, *(_times(run["us"][part]) if part in run["us"] else "" for part in parts)])
+    said = (
+        f"Median (quartiles) of graph replays over {result['layers']} layers of {result['experts']} experts, "
+        f"hidden size {result['hidden_size']}. {result['device']}, torch {result['torch']}; "
+        f"commit {_short(result['commit'])}."
     )
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 

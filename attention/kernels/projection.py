@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
+
 
 @gluon.jit
 def _launch_next():
@@ -61,16 +63,6 @@ def _widen(word):
 
 
 @gluon.jit
-def _mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-    """mma.m16n8k16 over the lanes of each warp."""
-    return gl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _product(a, b):
     """Pairs of bfloat16, multiplied."""
     return gl.inline_asm_elementwise(
@@ -83,36 +75,24 @@ def _squares(x, c, lanes: gl.constexpr):
     """Adds the squares of a block of x to four sums, which lie as a tile's outputs do: those of ones as weights.
     Squares are rounded to bfloat16, either way alike."""
     ones = gl.full(x[0].shape, 0x3F803F80, gl.int32, lanes)
-    c0, c1, c2, c3 = _mma(ones, ones, ones, ones, _product(x[0], x[0]), _product(x[1], x[1]), c[0], c[1], c[2], c[3])
-    return _mma(ones, ones, ones, ones, _product(x[2], x[2]), _product(x[3], x[3]), c0, c1, c2, c3)
-
-
-@gluon.jit
-def _words(vector, WARPS: gl.constexpr, lanes: gl.constexpr):
-    """[WARPS, 32, 4] -> its four words, [WARPS, 32] each; all stay with their thread."""
-    even, odd = gl.split(gl.reshape(vector, (WARPS, 32, 2, 2)))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return (
-        gl.convert_layout(first, lanes),
-        gl.convert_layout(second, lanes),
-        gl.convert_layout(third, lanes),
-        gl.convert_layout(fourth, lanes),
+    c0, c1, c2, c3 = mma_bfloat16(
+        ones, ones, ones, ones, _product(x[0], x[0]), _product(x[1], x[1]), c[0], c[1], c[2], c[3]
     )
+    return mma_bfloat16(ones, ones, ones, ones, _product(x[2], x[2]), _product(x[3], x[3]), c0, c1, c2, c3)
 
 
 @gluon.jit
 def _block(weight, x, scale, c, WARPS: gl.constexpr, lanes: gl.constexpr):
     """Adds 32 columns to the four sums of a tile: two multiplications, and their scale."""
-    w0, w1, w2, w3 = _words(weight, WARPS, lanes)
+    w0, w1, w2, w3 = four_words(weight, WARPS, lanes)
     x0, x1, x2, x3 = x
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     a0, a2 = _widen(w0)
     a1, a3 = _widen(w1)
-    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x0, x1, zero, zero, zero, zero)
+    p0, p1, p2, p3 = mma_bfloat16(a0, a1, a2, a3, x0, x1, zero, zero, zero, zero)
     a0, a2 = _widen(w2)
     a1, a3 = _widen(w3)
-    p0, p1, p2, p3 = _mma(a0, a1, a2, a3, x2, x3, p0, p1, p2, p3)
+    p0, p1, p2, p3 = mma_bfloat16(a0, a1, a2, a3, x2, x3, p0, p1, p2, p3)
     factor = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
     return c[0] + p0 * factor, c[1] + p1 * factor, c[2] + p2 * factor, c[3] + p3 * factor
 
@@ -208,10 +188,10 @@ def projection_kernel(
                     inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
                 factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
                 if number % TILES == 0:
-                    own = _words(inputs[number // TILES], WARPS, lanes)
+                    own = four_words(inputs[number // TILES], WARPS, lanes)
                     if NORM:
                         squares = _squares(own, squares, lanes)
-                        by = _words(norms[number // TILES], WARPS, lanes)
+                        by = four_words(norms[number // TILES], WARPS, lanes)
                         own = (
                             _product(own[0], by[0]),
                             _product(own[1], by[1]),

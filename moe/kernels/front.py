@@ -7,7 +7,8 @@ bfloat16 numbers are exact and are summed in float32.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from specialized_decode.moe.kernels.fragments import four_words, mma_bfloat16, wait
+from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
+from specialized_decode.moe.kernels.fragments import quad_column, wait
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -19,6 +20,7 @@ def front_kernel(
     plain,
     quads,
     factors,
+    members,
     rows,
     K: gl.constexpr,
     PADDED: gl.constexpr,
@@ -29,17 +31,18 @@ def front_kernel(
 ):
     """Grid (EXPERTS / 16 SPLITS + rows), one row of the input a program at the end. x: [rows, K] bfloat16, x_pairs the
     same as int32; gate: [EXPERTS, K] bfloat16 as int32 pairs; partial: [SPLITS, rows, EXPERTS] float32; plain, quads
-    and factors: see `_as_float16`. WARPS BLOCKS SPLITS blocks of 32 columns are K."""
+    and factors: see `_as_float16`; members: [EXPERTS] int64, zero afterwards. WARPS BLOCKS SPLITS blocks of 32 columns
+    are K."""
     program = gl.program_id(0)
     if program < EXPERTS // 16 * SPLITS:
-        _logits(x_pairs, gate, partial, rows, program, K, EXPERTS, SPLITS, WARPS, BLOCKS)
+        _logits(x_pairs, gate, partial, members, rows, program, K, EXPERTS, SPLITS, WARPS, BLOCKS)
     else:
         _as_float16(x, plain, quads, factors, program - EXPERTS // 16 * SPLITS, K, PADDED, WARPS)
 
 
 @gluon.jit
 def _logits(
-    x, gate, partial, rows, program, K: gl.constexpr, EXPERTS: gl.constexpr, SPLITS: gl.constexpr,
+    x, gate, partial, members, rows, program, K: gl.constexpr, EXPERTS: gl.constexpr, SPLITS: gl.constexpr,
     WARPS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Sixteen experts, a part of the columns."""
@@ -56,6 +59,10 @@ def _logits(
         first = first + (gl.load(own + i * 16),)  # type: ignore[assignment]  # noqa: RUF005
         second = second + (gl.load(own + 4 * K + i * 16),)  # type: ignore[assignment]  # noqa: RUF005
     wait()
+    if split == 0:
+        flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        expert = tile * 16 + gl.arange(0, 16, flat)
+        gl.store(members + expert, gl.zeros((16,), gl.int64, flat))
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
     inputs = x + gl.minimum(lane // 4, rows - 1) * (K // 2) + start
     c0 = gl.zeros((WARPS, 32), gl.float32, lanes)
@@ -81,8 +88,7 @@ def _logits(
 @gluon.jit
 def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr):
     """A row of x as float16, times a power of two that brings its largest number to 2**14 or just above; `factors`
-    has that power's inverse. plain: [rows, K]; quads: the same, in each 64 columns the four of a lane of a packed tile
-    in each 16 behind one another."""
+    has that power's inverse. plain: [rows, K]; quads: the same, in the order of `quad_column`."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     column = gl.arange(0, PADDED, layout)
     inside = column < K
@@ -93,7 +99,5 @@ def _as_float16(x, plain, quads, factors, row, K: gl.constexpr, PADDED: gl.const
     exponent = gl.minimum(268 - largest, 253)
     halves = (numbers * (exponent << 23).to(gl.float32, bitcast=True)).to(gl.float16)
     gl.store(plain + row * K + column, halves, inside)
-    within = column % 64
-    at = column // 64 * 64 + within % 16 // 4 * 16 + within // 16 * 4 + within % 4
-    gl.store(quads + row * K + at, halves, inside)
+    gl.store(quads + row * K + quad_column(column), halves, inside)
     gl.store(factors + row, ((254 - exponent) << 23).to(gl.float32, bitcast=True))

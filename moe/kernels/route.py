@@ -1,12 +1,9 @@
-"""Routing: top-k experts of every row out of the gate's partial sums, and the record that the experts' GEMMs read."""
+"""Routing: top-k experts of every row out of the gate's partial sums, and who else chose them."""
 
 import triton
 import triton.language as tl
 
-# As in `moe.kernels.experts`: numbers of a record's row, and where its pairs begin.
-RECORD = tl.constexpr(16)
-FIRST_PAIR = tl.constexpr(8)
-# What NaN counts as in a selection.
+# What NaN counts as in a selection, and the least that a score and bias can be.
 LOWEST = tl.constexpr(-1e30)
 IMAGE_IDS = tl.constexpr(5)
 
@@ -19,8 +16,8 @@ def route_kernel(
     input_ids,
     ids,
     weights,
-    record,
-    arrived,
+    leaders,
+    members,
     rows,
     scaling,
     FIRST_IMAGE: tl.constexpr,
@@ -29,12 +26,12 @@ def route_kernel(
     SPLITS: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    RECORDED: tl.constexpr,
 ):
     """Grid (rows). partial: [SPLITS, rows, EXPERTS] float32, logits summed over the splits; bias, image_bias: [EXPERTS]
     float32, the second for five ids from FIRST_IMAGE on, unless that is 0; input_ids: [rows] int64; ids: [rows, TOPK]
-    int32 and weights: [rows, TOPK] float32; record: see `experts`; arrived: [1] int32, zero, and zero again
-    afterwards. PAIRS: rows TOPK, padded."""
+    int32 and weights: [rows, TOPK] float32. leaders and members, with RECORDED: see `experts`; members are zero at
+    first."""
     row = tl.program_id(0)
     expert = tl.arange(0, PADDED)
     inside = expert < EXPERTS
@@ -53,10 +50,10 @@ def route_kernel(
     slot = tl.arange(0, TOPK_PADDED)
     tl.store(ids + row * TOPK + slot, chosen, slot < TOPK)
     tl.store(weights + row * TOPK + slot, own_weights, slot < TOPK)
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == rows - 1:
-        tl.store(arrived, 0)
-        write_record(ids, record, rows * TOPK, PAIRS)
+    if RECORDED:
+        own = (slot + 1).to(tl.int64) << (8 * row)
+        earlier = tl.atomic_add(members + chosen, own, slot < TOPK, sem="relaxed")
+        tl.store(leaders + row * TOPK + slot, tl.where(earlier == 0, chosen, -1), slot < TOPK)
 
 
 @triton.jit
@@ -67,7 +64,8 @@ def select(logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl
     """
     scores = tl.sqrt(tl.where(logits > 20.0, logits, tl.log(1.0 + tl.exp(logits))))
     left = scores + bias
-    left = tl.where(inside, tl.where(left == left, left, LOWEST), -float("inf"))
+    # Above what is taken or not there, so that experts are distinct whatever their biases are.
+    left = tl.where(inside, tl.where(left >= LOWEST, left, LOWEST), -float("inf"))
     slot = tl.arange(0, TOPK_PADDED)
     chosen = tl.zeros((TOPK_PADDED,), tl.int32)
     weights = tl.zeros((TOPK_PADDED,), tl.float32)
@@ -78,25 +76,3 @@ def select(logits, bias, expert, inside, scaling, PADDED: tl.constexpr, TOPK: tl
         left = tl.where(expert == best, -float("inf"), left)
     total = tl.sum(weights, 0)
     return chosen, weights * (scaling / tl.where(total > 0.0, total, 1.0))
-
-
-@triton.jit
-def write_record(ids, record, count, PAIRS: tl.constexpr):
-    """One program: groups the pairs by expert. Experts come in the order of their first pair."""
-    pair, other = tl.arange(0, PAIRS)[:, None], tl.arange(0, PAIRS)[None, :]
-    # Past the first-level cache: other programs wrote them.
-    mine = tl.load(ids + pair, pair < count, other=-1, cache_modifier=".cg")
-    theirs = tl.load(ids + other, other < count, other=-2, cache_modifier=".cg")
-    same = mine == theirs
-    first = tl.min(tl.where(same, other, PAIRS), 1)[:, None]
-    # The matrix is symmetric: the same, along the other axis.
-    leads = tl.min(tl.where(same, pair, PAIRS), 0)[None, :] == other
-    place = tl.sum((leads & (other < first)).to(tl.int32), 1)[:, None]
-    earlier = tl.sum((same & (other < pair)).to(tl.int32), 1)[:, None]
-    members = tl.sum(same.to(tl.int32), 1)[:, None]
-    real = pair < count
-    tl.store(record + place * RECORD, mine, real & (first == pair))
-    tl.store(record + place * RECORD + 1, members, real & (first == pair))
-    tl.store(record + place * RECORD + FIRST_PAIR + earlier, pair, real)
-    experts = tl.sum(leads.to(tl.int32), 1)[:, None]
-    tl.store(record + pair * RECORD, -tl.full((PAIRS, 1), 1, tl.int32), real & (pair >= experts))

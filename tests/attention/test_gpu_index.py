@@ -1,7 +1,5 @@
 """The index kernels on a GPU: values against the reference, in float64 where that says more; graph replays."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -22,22 +20,13 @@ from tests.helpers.index_case import (
     closed_groups,
     tied_scores,
 )
+from tests.helpers.poisoned import poisoned
 from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
 CONTEXTS = (1, 2, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192, 24576)
 RAGGED = (8192, 1, 0, 513, 24576, 2, 1023, 130)
 RATIOS = {1: Shape(), 2: Shape(ratio=2, states=32)}
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN, or their type's largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def check(case: IndexCase, flags: Tensor | None = None) -> None:

@@ -1,7 +1,6 @@
 """Sparse MLA on a GPU: values against float64, other cuts of a launch, graph replays over other batches."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from specialized_decode.attention import SparseIndexTables, reference
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 from tests.helpers.mla_case import MlaCase, Shape, assert_as_good
+from tests.helpers.poisoned import poisoned
 from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
@@ -34,16 +34,6 @@ def kernels() -> Make:
         return made[key]
 
     return make
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN, or their type's largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run(fused: FusedSparseMla, case: MlaCase, settled: bool = True, launch: tuning.SparseMla | None = None) -> Tensor:

@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from benchmarks.decode_cpu import GOAL_PEAK_GB, GOAL_STEPS_PER_SECOND, main, misses
-from benchmarks.results import Result, Run, Times
+from benchmarks.results import Result, Run, Times, commit, write_gpu_result
+from tools import tables
 
 MET = Times.of([0.9 / GOAL_STEPS_PER_SECOND] * 3)
 MISSED = Times.of([1.1 / GOAL_STEPS_PER_SECOND] * 3)
@@ -51,3 +53,16 @@ def test_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(main, ["--folder", str(tmp_path), "--out", str(tmp_path / "r.json")])
     assert outcome.exit_code == 2
     assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_a_result_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables can be made of it; a commit that was given goes before the checkout's."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    runs = [{"rows": 1, "us": {"kernels": {"median": 2.0, "q1": 1.0, "q3": 3.0}}}]
+    path = tmp_path / "new" / "attention_step_gpu.json"
+    write_gpu_result(path, "attention_step", "0123abc", {"ranks": 4, "context": 9, "replays": 7, "runs": runs})
+    found = json.loads(path.read_text())
+    assert (found["benchmark"], found["commit"], found["device"]) == ("attention_step_gpu", "0123abc", "a GPU")
+    assert tables.table(found).splitlines()[2] == "| kernels | 2.00 (1.00 to 3.00) |"
+    write_gpu_result(path, "attention_step", None, {})
+    assert json.loads(path.read_text())["commit"] == commit()

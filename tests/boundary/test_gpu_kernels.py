@@ -1,8 +1,7 @@
 """The boundary's kernels on a GPU, one rank: values against float64 beside the reference's own, and graph replays."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +12,7 @@ from specialized_decode.boundary import Boundaries, BoundaryAllReduce, CudaSideS
 from specialized_decode.boundary.coefficients import Mixes
 from specialized_decode.boundary.fused import FusedBoundary, FusedCoefficients
 from specialized_decode.boundary.types import Pending, QuantizedInput, UnfinalizedRows
+from tests.helpers.poisoned import poisoned
 from tests.helpers.step_gates import FixedGroup, Gates
 from tests.helpers.step_mhc import LayerWeights, MixerWeights, random_layer, random_mixer, same_bits
 
@@ -62,17 +62,6 @@ def coefficients() -> Callable[[int], FusedCoefficients]:
         return made[hidden]
 
     return make
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN, or their type's largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1, device=DEVICE).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -364,6 +353,38 @@ def test_coefficients_of_row_counts_in_turn(coefficients: Callable[[int], FusedC
     for rows, more in ((1, most), (2, most), (3, most), (5, 8), (7, 8)):
         for ours, theirs in zip(seen[rows], seen[more], strict=True):
             assert same_bits(ours, theirs[:rows])
+
+
+@pytest.mark.parametrize("rows", [4, 49, 384])
+def test_coefficients_finished_beside(coefficients: Callable[[int], FusedCoefficients], rows: int) -> None:
+    """In one graph, a stand-in for a sublayer between the reading of the streams and the join: the same bits."""
+    ops, mixers = coefficients(5120), [gpu_mixer(random_mixer(seed, 5120)) for seed in range(4)]
+    residuals, beside = [draw(seed, rows, 4, 5120).bfloat16() for seed in range(4)], CudaSideStream(DEVICE)
+    for mixer in mixers:
+        ops.prepare(mixer)
+    expected = [ops(residual, mixer) for residual, mixer in zip(residuals, mixers, strict=True)]
+    weight = torch.randn(5120, 5120, device=DEVICE).bfloat16()
+
+    def chain() -> list[Mixes]:
+        found = []
+        for residual, mixer in zip(residuals, mixers, strict=True):
+            found.append(ops(residual, mixer, beside))
+            torch.mm(residual[:, 0], weight)
+            beside.join()
+        return found
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        for tensor in (tensor for mixes in found for tensor in mixes):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 65])

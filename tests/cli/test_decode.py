@@ -73,7 +73,7 @@ def test_texts_that_differ_are_counted(invoke: Invoke, small_folder: Path, monke
     assert all(plain != executor for _, _, plain, executor in texts(result.stdout))
 
 
-@pytest.mark.parametrize("flags", [(), ("--kernels",)])
+@pytest.mark.parametrize("flags", [(), ("--kernels",), ("--no-kernels",)])
 def test_reference_ops_on_request(
     invoke: Invoke, small_folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
@@ -86,7 +86,7 @@ def test_reference_ops_on_request(
     monkeypatch.setattr(SpecializedDecode, "for_target", recorded)
     result = invoke("decode", small_folder, "--prompt", "a", "--tokens", 2, *flags)
     assert line(result.stdout, "identical tokens") == "2 of 2"
-    assert configs == [DecodeConfig(kernels=KERNELS if flags else frozenset())]
+    assert configs == [DecodeConfig(kernels=frozenset() if "--no-kernels" in flags else KERNELS)]
 
 
 def test_rows_past_the_executors_most_say_why(

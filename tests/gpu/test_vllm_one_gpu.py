@@ -21,6 +21,7 @@ from tests.gpu.vllm_one_gpu import (
     main,
     overdue,
     read_events,
+    stored,
     table,
 )
 
@@ -271,3 +272,11 @@ def test_main_writes_results_and_goes_on(
     assert main(argv) == 0
     assert "it: passed in an earlier call" in capsys.readouterr().out
     assert main([*argv, "--again"]) == 1
+
+
+def test_what_the_executors_phases_need_of_stocks(tmp_path: Path) -> None:
+    """All by default; of some phases, what they read, and what tells memory apart."""
+    names = {only: [path.name for path in stored(only, tmp_path)] for only in ("", "values", "traffic,profile")}
+    assert names[""] == ["profile.json", "values.pt", "traffic.pt", "shutdown.json"]
+    assert names["values"] == ["values.pt", "shutdown.json"]
+    assert names["traffic,profile"] == ["profile.json", "values.pt", "traffic.pt", "shutdown.json"]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,13 @@ from benchmarks.results import commit
 ROOT = Path(__file__).absolute().parent.parent.parent
 WORK = Path("/tmp/specialized-decode/run")
 MODELS = Path("/tmp/specialized-decode/models")
-# What the stock engine leaves for the executor's.
-STORED = ("profile.json", "values.pt", "traffic.pt", "shutdown.json")
+# What the stock engine leaves for the executor's, and for which of its phases; those of all are told apart by none.
+STORED = {
+    "profile.json": ("profile", "off-auto", "off-absent"),
+    "values.pt": ("values", "traffic", "again"),
+    "traffic.pt": ("traffic",),
+    "shutdown.json": (),
+}
 LAYERS, TIMED_LAYERS, SHARD_TP = 8, 40, 4
 # Imports and the first contact with the GPU, before a process's first phase starts.
 FIRST_PHASE_SECONDS = 180.0
@@ -73,10 +78,16 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         Job("checkpoint", make(real, LAYERS), 60, phased=False),
         Job("configuration", make(dummy, TIMED_LAYERS, "--no-weights"), 20, phased=False),
         Job("stock", engine("stock", real), 150, ("checkpoint",), environment=off),
-        Job("executor", engine("executor", real), 200, ("checkpoint",), tuple(store / name for name in STORED)),
+        Job("executor", engine("executor", real), 200, ("checkpoint",), stored(args.only, store)),
         Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), environment=off),
         Job("times-executor", engine("times-executor", dummy), 120, ("configuration",)),
     ]
+
+
+def stored(only: str, store: Path) -> tuple[Path, ...]:
+    """What the executor's phases read of stock's; only: their names with commas, all where empty."""
+    wanted = set(filter(None, only.split(",")))
+    return tuple(store / name for name, readers in STORED.items() if not wanted or not readers or wanted & {*readers})
 
 
 def overdue(events: Sequence[Record], started: float, now: float) -> str | None:
@@ -290,19 +301,32 @@ def write_results(session: Session, records: list[Record], summary: str) -> None
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(str(__doc__), WORK, MODELS)
+    parser.add_argument("--only", default="", help="phases to run in the engines, with commas; all by default")
+    return checked(parser, argv, jobs)
+
+
+def command_line(description: str, work: Path, models: Path) -> argparse.ArgumentParser:
+    """What scripts of jobs have in common. work, models: where logs and model folders go by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
     parser.add_argument("--jobs", default="", help="jobs to run, with commas; all by default")
-    parser.add_argument("--only", default="", help="phases to run in the engines, with commas; all by default")
     parser.add_argument("--expect", choices=["identical", "close"], default="identical", help="close: on other kernels")
     parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
     parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default: 384)")
     parser.add_argument("--budget", type=float, default=570, help="seconds in all (default: 570)")
     parser.add_argument("--again", action="store_true", help="run jobs again that passed in an earlier call")
     parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
-    parser.add_argument("--work", type=Path, default=WORK, help=f"logs and records (default: {WORK})")
-    parser.add_argument("--models", type=Path, default=MODELS, help=f"model folders (default: {MODELS})")
+    parser.add_argument("--work", type=Path, default=work, help=f"logs and records (default: {work})")
+    parser.add_argument("--models", type=Path, default=models, help=f"model folders (default: {models})")
     parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: WORK/store, copied to OUT)")
+    return parser
+
+
+def checked(
+    parser: argparse.ArgumentParser, argv: Sequence[str], jobs: Callable[[argparse.Namespace], list[Job]]
+) -> argparse.Namespace:
+    """The command line's values, whole paths; ends the process where an option or a job is not what is expected."""
     args = parser.parse_args(argv)
     args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
     args.store = (args.store or args.work / "store").absolute()

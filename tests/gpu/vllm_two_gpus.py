@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, Session, table, write_results
+from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, Session, checked, command_line, table, write_results
 from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
 
 WORK, MODELS = Path("/tmp/specialized-decode/run2"), Path("/tmp/specialized-decode/models")
@@ -88,34 +88,11 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--jobs", default="", help="jobs to run, with commas; all by default")
-    parser.add_argument("--expect", choices=["identical", "close"], default="identical", help="close: on other kernels")
-    parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
-    parser.add_argument("--experts", type=int, default=384, help="routed experts of a layer (default: 384)")
+    parser = command_line(str(__doc__), WORK, MODELS)
     parser.add_argument("--shard-tp", type=int, default=2, help="the folder's widths are 1/N of the release's")
     parser.add_argument("--minutes", type=float, default=5, help="how long clients come over HTTP (default: 5)")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs of the HTTP server (default: 2)")
-    parser.add_argument("--budget", type=float, default=570, help="seconds in all (default: 570)")
-    parser.add_argument("--again", action="store_true", help="run jobs again that passed in an earlier call")
-    parser.add_argument("--commit", help="the commit, where the checkout is a copy without its history")
-    parser.add_argument("--work", type=Path, default=WORK, help=f"logs and records (default: {WORK})")
-    parser.add_argument("--models", type=Path, default=MODELS, help=f"model folders (default: {MODELS})")
-    parser.add_argument("--store", type=Path, help="stock's tokens and logits (default: WORK/store, copied to OUT)")
-    args = parser.parse_args(argv)
-    args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
-    args.store = (args.store or args.work / "store").absolute()
-    try:
-        if not isinstance(json.loads(args.executor_option), dict):
-            raise ValueError("no object")
-    except ValueError:
-        parser.error(f"--executor-option: found {args.executor_option!r}, expected a JSON object")
-    known = [job.name for job in jobs(args)]
-    unknown = [name for name in args.jobs.split(",") if name and name not in known]
-    if unknown:
-        parser.error(f"--jobs: found {', '.join(unknown)}, expected some of {', '.join(known)}")
-    return args
+    return checked(parser, argv, jobs)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -111,9 +111,10 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     assert bool(torch.as_tensor(same).all()), "found different values for the same place"
 
 
-def atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
-    before = load(pointer)
-    store(pointer, Value(before.data + value))
+def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel") -> Value:
+    """Of places that differ."""
+    before = load(pointer, mask)
+    store(pointer, Value(before.data + raw(value)), mask)
     return before
 
 
@@ -121,7 +122,7 @@ def atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
 
 
 def assembly(
-    asm: str, constraints: str, arguments: Sequence[Value], dtype: Any, is_pure: bool, pack: int
+    asm: str, constraints: str, arguments: Sequence[Value | Pointer], dtype: Any, is_pure: bool, pack: int
 ) -> Value | tuple[Value, ...]:
     """One element a register."""
     assert pack == 1
@@ -129,13 +130,19 @@ def assembly(
     types = dtype if many else (dtype,)
     registers: dict[str, Tensor] = {}
     for number, argument in enumerate(arguments):
+        if isinstance(argument, Pointer):
+            # Only prefetches take addresses, of so many bytes.
+            size = re.search(r"prefetch\S* \[\$\d\], (\d+)", asm)
+            assert size is not None, f"found an address in {asm}"
+            _places(argument + (int(size[1]) // argument.memory.itemsize - 1), None)
+            continue
         bits = argument.data.view(torch.int32) if argument.data.is_floating_point() else argument.data
         registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
     for line in (
         part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
     ):
         text = line.strip()
-        if text and not text.startswith(("griddepcontrol", ".reg", "}")):
+        if text and not text.startswith(("griddepcontrol", "cp.async.bulk.prefetch", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
     found = []
     for number, kind in enumerate(types):
@@ -201,6 +208,8 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
     "shr.u32": lambda a, count: a >> count,
     "shl.b32": lambda a, count: a << count,
     "mov.u32": lambda a: a,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
     "cvt.rn.f16x2.e4m3x2": _fp8_pair,
 }
 
@@ -300,7 +309,9 @@ class Emulated:
         self.launches: list[int] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
+        ) -> None:
             given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():

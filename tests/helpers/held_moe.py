@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from specialized_decode.moe.expert_layout import HummingExperts, PackedWeight, pack, unpack
 from specialized_decode.moe.reference import unpack_fp4
+
+if TYPE_CHECKING:
+    # Its kernels need Triton.
+    from specialized_decode.moe.fused import Routing
 
 TOPK, SCALING, LIMIT = 6, 1.5, 10.0
 
@@ -112,6 +116,29 @@ def inputs(seed: int, rows: int, hidden: int, device: str = "cpu", size: float =
     padded[:rows] = (torch.randn(rows, hidden, generator=generator, device=device) * size).bfloat16()
     ids = torch.arange(rows, device=device)
     return padded[:rows], torch.where(ids % 3 == 1, 129264 + ids % 5, ids)
+
+
+def prefer(ffn: HeldMoE, experts: list[list[int]]) -> Tensor:
+    """x [rows, hidden] whose row t chooses experts[t]; changes the gate."""
+    rows, weight = len(experts), ffn.gate.weight
+    x, _ = inputs(1, rows, weight.shape[1], weight.device.type)
+    x[:, :rows] = torch.eye(rows, device=weight.device) * 4
+    weight[:, :rows] = 0
+    for row, chosen in enumerate(experts):
+        weight[chosen, row] = 20
+    return x
+
+
+def assert_led(routing: "Routing", experts: list[list[int]]) -> None:
+    """Every expert that `experts`, by row, names has one leader, which chose it, and its members are who did."""
+    for pair, leader in enumerate(routing.leaders.flatten().tolist()):
+        if leader >= 0:
+            assert leader == routing.ids.flatten()[pair]
+    led = [leader for leader in routing.leaders.flatten().tolist() if leader >= 0]
+    assert sorted(led) == sorted({one for chosen in experts for one in chosen})
+    for expert in led:
+        slots = [chosen.index(expert) + 1 if expert in chosen else 0 for chosen in routing.ids.tolist()]
+        assert int(routing.members[expert]) == sum(slot << 8 * row for row, slot in enumerate(slots))
 
 
 def exact_logits(ffn: HeldMoE, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Loaded:
         self.folder, self.patch = folder, patch
         self.config = self.configured(**options)
 
-    def configured(self, **options: bool) -> Any:
+    def configured(self, **options: Any) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
         return EngineArgs(
@@ -56,7 +56,7 @@ class Loaded:
             additional_config={"decode_backend": "latency_specialized", "decode_reference_ops": True, **options},
         ).create_engine_config()
 
-    def build(self, **options: bool) -> Any:
+    def build(self, **options: Any) -> Any:
         """A model of a configuration of its own, in which its layers are registered."""
         from vllm.config import set_current_vllm_config
 

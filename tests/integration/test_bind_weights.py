@@ -175,11 +175,43 @@ def test_dummy_weights_are_copied_too(loaded: Loaded) -> None:
 
 
 def test_nothing_is_copied_unless_our_ops_read_it(loaded: Loaded) -> None:
-    built = loaded.build(decode_reference_ops=False)
+    built = loaded.build(decode_reference_ops=False, decode_kernels=False)
     assert not hasattr(built, "_specialized_decode_prepared")
     assert built.specialized_decode_config.stock
     for module in built.modules():
         assert "process_weights_after_loading" not in vars(getattr(module, "quant_method", None) or object)
+
+
+@pytest.mark.parametrize(
+    ("families", "shared", "projections"),
+    [(["boundary", "moe"], True, False), (["attention"], False, True), (True, True, True)],
+)
+def test_what_kernels_read_is_copied(loaded: Loaded, families: Any, shared: bool, projections: bool) -> None:
+    """Of attention, in the layers that write no compressed records and select nothing. Where none serves, as here,
+    nothing is kept in the end."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from specialized_decode.integration import bind
+    from specialized_decode.integration.bind_weights import dense_fp8_layers
+
+    built = loaded.build(decode_reference_ops=False, decode_kernels=families)
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(built, loaded.config.model_config)
+    layers = dict(dense_fp8_layers(built.model))
+    process(built)
+    prepared = built._specialized_decode_prepared
+    sources = {*built.config.kv_source_layer_ids, *built.config.index_source_layer_ids}
+    wanted = set()
+    for name in layers:
+        number, kind = int(name.split(".")[1]), name.rpartition(".")[2]
+        attention = kind in ("fused_wqa_wkv", "wq_b", "wo_a", "wo_b") and "indexer" not in name
+        if (shared and ".shared_experts." in name) or (projections and attention and number not in sources):
+            wanted.add(name)
+    assert {name for name, layer in layers.items() if prepared.of(layer) is not None} == wanted
+    assert len(prepared) == len(wanted) > 0
+    prepared.drop(bind._projections(built.model, built.specialized_decode_config))
+    prepared.drop(bind._shared_experts(built.model, built.specialized_decode_config))
+    assert len(prepared) == 0
 
 
 def test_without_copies_our_ops_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,11 @@ def test_layers_that_write_no_records_and_select_nothing() -> None:
 @pytest.mark.parametrize(
     ("switches", "dense", "shared", "projections", "mixers"),
     [
-        ({}, False, False, None, False),
-        ({"decode_prepared_weights": False}, False, False, None, False),
-        ({"decode_reference_ops": True}, True, False, None, False),
-        ({"decode_kernels": True}, False, True, "readers", True),
+        ({}, False, True, "readers", True),
+        ({"decode_prepared_weights": False}, False, False, None, True),
+        ({"decode_kernels": False}, False, False, None, False),
+        ({"decode_kernels": False, "decode_prepared_weights": False}, False, False, None, False),
+        ({"decode_reference_ops": True, "decode_kernels": False}, True, False, None, False),
         ({"decode_kernels": ["boundary"]}, False, False, None, True),
         ({"decode_kernels": ["moe", "boundary"]}, False, True, None, True),
         ({"decode_reference_ops": True, "decode_kernels": True}, True, False, "all", True),

@@ -160,12 +160,13 @@ def test_other_values_are_refused_by_name(model_module: Any, engine_config: Call
 @pytest.mark.parametrize(
     ("options", "switched"),
     [
-        ({}, {}),
+        ({}, {"kernels": KERNELS}),
         ({"decode_kernels": True}, {"kernels": KERNELS}),
+        ({"decode_kernels": False}, {}),
         ({"decode_kernels": ["boundary", "moe"]}, {"kernels": frozenset({"boundary", "moe"})}),
         ({"decode_kernels": []}, {}),
-        ({"decode_reference_ops": True}, {"stock": False}),
-        ({"decode_prepared_weights": False}, {"prepared_weights": False}),
+        ({"decode_reference_ops": True}, {"stock": False, "kernels": KERNELS}),
+        ({"decode_prepared_weights": False}, {"prepared_weights": False, "kernels": frozenset({"boundary"})}),
     ],
 )
 def test_the_option_asks_for_the_executor(
@@ -230,7 +231,7 @@ def test_kernels_are_asked_for_by_name(model_module: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("reader", "name"),
     [
-        ({"decode_reference_ops": True}, "decode_reference_ops"),
+        ({"decode_reference_ops": True, "decode_kernels": False}, "decode_reference_ops"),
         ({"decode_kernels": True}, r"decode_kernels \(attention\)"),
         ({"decode_kernels": ["boundary", "moe"]}, r"decode_kernels \(moe\)"),
     ],

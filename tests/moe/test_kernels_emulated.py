@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 
 from specialized_decode.boundary import UnfinalizedRows
+from specialized_decode.boundary.kernels import fragments as shared
 from specialized_decode.moe import MoEStep, RoutedExpertGemms, reference
 from specialized_decode.moe import fused as launcher
 from specialized_decode.moe.fused import FusedMoE, Routing
 from specialized_decode.moe.kernels import experts, fragments, front, route
 from specialized_decode.moe.select import unfit
-from tests.helpers.emulated_kernels import Emulated, Pointer, Value, emulate
-from tests.helpers.held_moe import TOPK, HeldMoE, exact_logits, exact_rows, exact_shared, held_moe, inputs
+from tests.helpers.emulated_kernels import Emulated, Value, emulate
+from tests.helpers.held_moe import (
+    TOPK,
+    HeldMoE,
+    assert_led,
+    exact_logits,
+    exact_rows,
+    exact_shared,
+    held_moe,
+    inputs,
+    prefer,
+)
 from tests.helpers.step_gates import Gates
 
 EXPERTS = 32
@@ -22,7 +33,7 @@ EXPERTS = 32
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Emulated]:
     torch.set_num_threads(1)
-    found = emulate(monkeypatch, launcher, (fragments, front, route, experts))
+    found = emulate(monkeypatch, launcher, (shared, fragments, front, route, experts))
     assert found.keys() == {"front_kernel", "route_kernel", "up_kernel", "down_kernel"}
     # Fresh tensors hold NaN.
     torch.use_deterministic_algorithms(True)
@@ -40,7 +51,6 @@ def run(ffn: HeldMoE, x: Tensor, ids: Tensor) -> tuple[Routing, UnfinalizedRows]
     assert unfit(ffn) is None
     moe = FusedMoE(ffn)
     routing = moe.route(x, ids)
-    assert not moe._arrived.any()
     return routing, moe.down(routing, moe.up(routing))
 
 
@@ -113,16 +123,6 @@ def test_other_sizes(size: float) -> None:
     assert up.abs().max() > 10
 
 
-def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
-    """x whose row t chooses experts[t]."""
-    x, _ = inputs(1, rows, 256)
-    x[:, :rows] = torch.eye(rows) * 4
-    ffn.gate.weight[:, :rows] = 0
-    for row, chosen in enumerate(experts):
-        ffn.gate.weight[chosen, row] = 20
-    return x
-
-
 @pytest.mark.parametrize(
     ("rows", "experts"),
     [
@@ -134,15 +134,10 @@ def prefer(ffn: HeldMoE, rows: int, experts: list[list[int]]) -> Tensor:
 )
 def test_who_chooses_what(rows: int, experts: list[list[int]]) -> None:
     ffn = held_moe(10, EXPERTS, 256, 64)
-    x = prefer(ffn, rows, experts)
+    x = prefer(ffn, experts)
     routing, _ = check(ffn, x, torch.arange(rows))
     assert [sorted(chosen) for chosen in routing.ids.tolist()] == experts
-    held = [row for row in routing.record.tolist() if row[0] >= 0]
-    assert sorted(row[0] for row in held) == sorted({one for chosen in experts for one in chosen})
-    for expert, count, *rest in held:
-        assert sorted(rest[6 : 6 + count]) == [
-            TOPK * row + chosen.index(expert) for row, chosen in enumerate(routing.ids.tolist()) if expert in chosen
-        ]
+    assert_led(routing, experts)
 
 
 def test_rows_that_are_no_numbers_stay_by_themselves() -> None:
@@ -184,7 +179,7 @@ def select(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([one[0].data[:TOPK] for one in found]), torch.stack([one[1].data[:TOPK] for one in found])
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "infinities", "NaN"])
+@pytest.mark.parametrize("kind", ["random", "ties", "infinities", "NaN", "barred"])
 def test_selection(kind: str) -> None:
     """Against the reference: ties go to the lower id, NaN loses."""
     generator = torch.Generator().manual_seed(0)
@@ -196,27 +191,12 @@ def test_selection(kind: str) -> None:
     if kind == "NaN":
         logits[torch.rand(64, 48, generator=generator) < 0.5] = math.nan
         logits[0] = math.nan
+    if kind == "barred":
+        bias[3:] = -math.inf
     ids, weights = select(logits, bias)
     expected, expected_weights = reference.select_experts(logits, bias, None, torch.zeros(64), TOPK, 1.5)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(weights, expected_weights, equal_nan=True)
-
-
-@pytest.mark.parametrize("rows", range(1, 9))
-def test_record(rows: int) -> None:
-    """Every pair once, beside its expert; experts in the order of their first pair; then nobody."""
-    for seed in range(10):
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.stack([torch.randperm(12 if seed % 2 else 48, generator=generator)[:TOPK] for _ in range(rows)])
-        record = torch.full((rows * TOPK, 16), -7, dtype=torch.int32)
-        padded = 1 << (rows * TOPK - 1).bit_length()
-        route.write_record(Pointer(ids.flatten().int()), Pointer(record.view(-1)), rows * TOPK, padded)
-        flat = ids.flatten().tolist()
-        order = list(dict.fromkeys(flat))
-        for row, expert in zip(record.tolist(), order, strict=False):
-            pairs = [pair for pair, chosen in enumerate(flat) if chosen == expert]
-            assert row[:2] == [expert, len(pairs)] and row[8 : 8 + len(pairs)] == pairs
-        assert (record[len(order) :, 0] == -1).all()
 
 
 # --- the instructions that the kernels use ------------------------------------------------------------------------
@@ -235,7 +215,7 @@ def test_every_code_at_every_scale() -> None:
                 magnitude = values[(word >> 16 * half + 4 * column & 7)]
                 sign = word >> 8 * column + 4 * half + 3 & 1
                 expected = torch.where(sign == 1, -magnitude, magnitude) * 2.0 ** (scale - fragments.SCALE_BIAS)
-                found = pairs[2 * half + column // 2].data >> 16 * (column % 2) & 0xFFFF
+                found = pairs[2 * half + column % 2].data >> 16 * (column // 2) & 0xFFFF
                 assert torch.equal(found.to(torch.int16).view(torch.float16).double(), expected)
 
 

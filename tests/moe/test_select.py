@@ -57,27 +57,40 @@ def test_experts_in_another_form() -> None:
 
 
 def test_hidden_sizes_that_do_not_divide() -> None:
-    # Three column tiles for four warps; 65 blocks.
-    assert unfit(held_moe(0, 16, 192, 64)) == "hidden size: found 192, expected a multiple of 256"
+    # Six blocks for four warps.
+    assert unfit(held_moe(0, 16, 192, 64)) == "hidden size: found 192, expected a multiple of 128"
 
 
 @pytest.mark.parametrize("hidden", [256, 1280, 5120, 7168])
 def test_the_gates_columns_are_covered(hidden: int) -> None:
     cut = tuning.front(hidden)
-    assert cut is not None and cut.splits * cut.blocks * tuning.WARPS * tuning.BLOCK == hidden
+    assert cut is not None and cut.splits * cut.blocks * tuning.FRONT_WARPS * tuning.BLOCK == hidden
     assert 1 <= cut.blocks <= tuning.FRONT_BLOCKS
 
 
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("hidden", [128, 256, 1280, 5120, 7168])
+def test_the_first_gemms_columns_are_covered(hidden: int, rows: int) -> None:
+    cut = tuning.up(hidden, rows)
+    assert (
+        cut is not None and hidden % (64 * cut.warps * cut.tiles) == 0 and hidden % (32 * cut.warps * cut.blocks) == 0
+    )
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("hidden", [128, 256, 5120])
 @pytest.mark.parametrize("width", [*WIDTHS, 32, 96])
-def test_the_second_gemms_columns_are_covered(width: int) -> None:
-    cut = tuning.down(width)
+def test_the_second_gemms_outputs_and_columns_are_covered(width: int, hidden: int, rows: int) -> None:
+    cut = tuning.down(hidden, width, rows)
     assert round_up(width, 64) // 64 % cut.tiles == 0 and width // 32 % cut.blocks == 0
-    assert cut.tiles <= tuning.MOST_DOWN_TILES and cut.blocks <= tuning.MOST_DOWN_BLOCKS
+    assert hidden % (16 * cut.warps * cut.repeat) == 0
 
 
 def test_numbers_of_the_release() -> None:
-    assert tuning.front(5120) == (5, 8) and tuning.up_chunk(5120) == 4
-    assert [tuning.down(width) for width in WIDTHS] == [(9, 9), (9, 9), (9, 9), (5, 9)]
+    assert tuning.front(5120) == (5, 8)
+    assert [tuning.up(5120, rows) for rows in (1, 4, 8)] == [(4, 4, 8), (2, 4, 8), (1, 4, 8)]
+    assert [tuning.down(5120, width, 1) for width in WIDTHS] == [(4, 3, 6, 1), (4, 3, 6, 1), (4, 9, 9, 1), (4, 5, 9, 1)]
+    assert [tuning.down(5120, width, 8) for width in WIDTHS] == [(4, 3, 3, 1)] * 3 + [(4, 5, 3, 1)]
     assert tuning.activation_scale(10.0) == 512.0
 
 

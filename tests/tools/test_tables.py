@@ -195,3 +195,18 @@ def test_table_that_waits_for_its_result(root: Path) -> None:
     assert tables.main([], root) == 0
     assert "| us a boundary, 1 GPU | 1 rows |" in (root / "README.md").read_text()
     assert tables.main(["--check"], root) == 0
+
+
+def test_attention_and_moe_tables() -> None:
+    """A column a row count, and a row a run; what a run lacks stays empty."""
+    step = {"kind": "attention_step", "commit": "0123456789abcdef", "device": "a GPU", "torch": "2.11", "ranks": 4}
+    runs = [{"rows": 1, "us": {"kernels": TIMES}}, {"rows": 8, "us": {"kernels": TIMES, "reference ops": TIMES}}]
+    found = tables.table(step | {"context": 8192, "replays": 30, "runs": runs})
+    assert found.splitlines()[0] == "| us a layer | 1 rows | 8 rows |"
+    assert found.splitlines()[3] == "| reference ops |  | 40.0 (39.0 to 41.0) |"
+    assert "30 replays, context 8192, a rank of 4. a GPU, torch 2.11; commit 0123456789ab." in found
+    run = {"width": 576, "rows": 4, "routing": "random", "distinct_experts": 23.2, "mb": 122.1, "of_bandwidth": 0.616}
+    moe = {"kind": "moe", "commit": "0123456789abcdef", "device": "a GPU", "torch": "2.11", "layers": 8, "experts": 384}
+    found = tables.table(moe | {"hidden_size": 5120, "runs": [run | {"us": {"kernels": TIMES, "stock": TIMES}}]})
+    assert found.splitlines()[0] == "| width | routing | rows | experts | MB | of bandwidth | kernels, us | stock, us |"
+    assert found.splitlines()[2].startswith("| 576 | random | 4 | 23.2 | 122.1 | 62% | 40.0 (39.0 to 41.0) |")
