@@ -52,21 +52,21 @@ class FusedIndexer:
         if indexer is None:
             raise ValueError(f"layer {attn.layer_id}: found no indexer")
         self.bins, self.wq_b = bins, FusedLinear(indexer.wq_b)
-        heads = indexer.weights_proj.weight
-        parts = [] if compressor is None else [compressor.fused_wkv_wgate.weight]
-        self.first_head = sum(part.shape[0] for part in parts)
-        padding = heads.new_zeros(-(self.first_head + heads.shape[0]) % tuning.TILE, heads.shape[1])
-        self.weight = torch.cat([*parts, heads, padding])
-        self.launch = tuning.index_projection(*self.weight.shape)
+        # Read in place; without a compressor nobody reads the first.
+        self.heads = indexer.weights_proj.weight
+        self.weight = self.heads if compressor is None else compressor.fused_wkv_wgate.weight
+        self.first_head = 0 if compressor is None else self.weight.shape[0]
+        self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
+        self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
 
     @property
     def nbytes(self) -> int:
-        """What the prepared copies take."""
-        return self.weight.nbytes + self.wq_b.nbytes
+        """What the prepared copy takes."""
+        return self.wq_b.nbytes
 
     def project(self, x: Tensor) -> IndexInputs:
         """x: [T, hidden] bfloat16."""
-        rows, (n, k) = x.shape[0], self.weight.shape
+        rows, n, k = x.shape[0], self.outputs, self.heads.shape[1]
         if not 0 < rows <= tuning.MAX_ROWS:
             raise ValueError(f"indexer: found {rows} rows, expected 1 to {tuning.MAX_ROWS}")
         check_rows("x", x, torch.bfloat16, (rows, k))
@@ -75,8 +75,11 @@ class FusedIndexer:
         index_projection_kernel[(n // tuning.TILE, launch.splits)](
             x,
             self.weight,
+            self.heads,
             partial,
             rows,
+            FIRST=self.first_head,
+            HEADS=self.heads.shape[0],
             N=n,
             PARTS=launch.parts,
             SPLITS=launch.splits,
@@ -256,7 +259,7 @@ class FusedIndexer:
         for rows in (1, tuning.MAX_ROWS):
             caches: Any = _warm_caches(rows, device)
             positions = torch.zeros(rows, dtype=torch.int64, device=device)
-            inputs = self.project(torch.zeros(rows, self.weight.shape[1], dtype=torch.bfloat16, device=device))
+            inputs = self.project(torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device))
             if attn.compressor is not None:
                 self.compress(layer, inputs, positions, caches)
             q = self.wq_b(torch.zeros(rows, self.wq_b.weight.shape[1], dtype=torch.bfloat16, device=device))

@@ -370,24 +370,30 @@ class SpecializedDecode:
             return [None] * len(layers)
         return build_routed_expert_gemms([layer.ffn for layer in layers], kernels=asked is None)
 
-    def _attentions(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep | StockAttention]:
-        """Beside a host's ops a layer runs on kernels or on the host's; without, on reference ops and kernels."""
-        host = {} if self.stock is None else {i.layer_id: partial(self.stock.attention, i.layer_id) for i in layers}
-        ours = [layer for layer in layers if self.stock is None or self._on_kernels(layer.attn)]
-        steps = {step.attn.layer_id: step for step in self._attention_steps(ours, host)} if ours else {}
-        if host:
-            logger.info("Attention: %d of %d layers on kernels, the others on the host's ops", len(steps), len(layers))
-        return [steps.get(i.layer_id) or StockAttention(host[i.layer_id]) for i in layers]
+    def _attentions(self, layers: Sequence[DecoderLayerView]) -> Sequence[AttentionStep | StockAttention]:
+        """Beside a host's ops a step's attention runs on kernels in all layers or in none, so that who selects and who
+        reads the selection are of a kind; without, on reference ops and kernels."""
+        if self.stock is None:
+            return self._attention_steps(layers, {})
+        host = {layer.layer_id: partial(self.stock.attention, layer.layer_id) for layer in layers}
+        reason = self._attention_unsupported(layers)
+        if reason is not None:
+            logger.info("Attention runs on the host's ops: %s", reason)
+            return [StockAttention(host[layer.layer_id]) for layer in layers]
+        logger.info("Attention: steps of up to %d rows run on kernels", self.gates.low_batch)
+        return self._attention_steps(layers, host)
 
-    def _on_kernels(self, attn: "AttentionView") -> bool:
-        """Whether kernels serve all of a layer's attention: a layer that writes compressed records or selects has ops
-        that none does."""
-        if "attention" not in self.config.kernels or attn.indexer is not None or attn.compressor is not None:
-            return False
+    def _attention_unsupported(self, layers: Sequence[DecoderLayerView]) -> str | None:
+        """Why kernels do not serve all of the layers' attention, or None."""
+        reason = self._not_asked("attention")
         # Where vLLM keeps other records.
-        if self.target.attention_class == "flashinfer_sparse":
-            return False
-        return mla_unsupported(attn, self.device) is None and projections_unsupported(attn, self.device) is None
+        if reason is None and self.target.attention_class == "flashinfer_sparse":
+            reason = "FlashInfer's records are not those that the kernels read"
+        for attn in (layer.attn for layer in layers):
+            reason = reason or mla_unsupported(attn, self.device) or projections_unsupported(attn, self.device)
+            if attn.indexer is not None or attn.compressor is not None:
+                reason = reason or index_unsupported(attn, self.device)
+        return reason
 
     def _attention_steps(
         self, layers: Sequence[DecoderLayerView], host: Mapping[int, Callable[[Tensor, Tensor], Tensor]]

@@ -21,7 +21,7 @@ ARCHITECTURES = (90, 100, 103)
 HIDDEN, HEADS, TOPK = 5120, 32, 512
 REGISTERS, SHARED_BYTES = 65536, 227 * 1024
 
-PROJECTION = {"x": "*bf16", "weight": "*bf16", "partial": "*fp32", "rows": "i32"}
+PROJECTION = {"x": "*bf16", "weight": "*bf16", "heads": "*bf16", "partial": "*fp32", "rows": "i32"}
 COMPRESS = {
     "partial": "*fp32",
     "rows": "i32",
@@ -105,7 +105,8 @@ def variants() -> dict[str, Variant]:
         n = 512 * ratio + HEADS
         launch = tuning.index_projection(n, HIDDEN)
         constants = {
-            "N": n, "PARTS": launch.parts, "SPLITS": launch.splits, "CHUNKS": launch.chunks, "COLUMNS": launch.columns
+            "FIRST": 512 * ratio, "HEADS": HEADS, "N": n, "PARTS": launch.parts, "SPLITS": launch.splits,
+            "CHUNKS": launch.chunks, "COLUMNS": launch.columns,
         }  # fmt: skip
         found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused = {"enable_fp_fusion": False}
