@@ -1,5 +1,7 @@
 """CandidateOverlap: what the candidate consumers derive from the source's blocks, beside the layers between them."""
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from specialized_decode.attention import reference
@@ -17,10 +19,11 @@ class CandidateOverlap:
         self.stream, self.block_size = stream, block_size
         self.warmed: set[int] = set()
         self._flags: Tensor | None = None
+        self._read: tuple[Tensor, ...] = ()
 
     def reset(self) -> None:
         """Starts a step."""
-        self._flags = None
+        self._flags, self._read = None, ()
 
     def warm(self, rows: int) -> None:
         """Makes row count `rows` forkable; runs before each capture, outside it. The reference op compiles nothing."""
@@ -31,6 +34,16 @@ class CandidateOverlap:
         if step.overlap_candidates and step.rows in self.warmed:
             with self.stream.fork():
                 self._flags = reference.candidate_flags(blocks, self.block_size, width)
+
+    def choose(self, scores: Tensor, closed: Tensor, blocks: Tensor, step: StepGates) -> None:
+        """After the source's scores [T, width], of [T] closed positions a row: chooses blocks [T, count] and expands
+        them, beside what follows where the step may fork."""
+        forks = step.overlap_candidates and step.rows in self.warmed
+        with self.stream.fork() if forks else nullcontext():
+            blocks.copy_(reference.candidate_blocks(scores, closed, self.block_size, blocks.shape[1]))
+            self._flags = reference.candidate_flags(blocks, self.block_size, scores.shape[1])
+        # Another stream reads them: their memory serves nothing else in this step.
+        self._read = scores, closed
 
     def join(self, blocks: Tensor, width: int) -> Tensor:
         """The flags [T, width], for a consumer: waits for the fork, or expands here."""

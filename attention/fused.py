@@ -19,39 +19,50 @@ def project_fp8(
     groups: int = 1,
     launch: tuning.Projection | None = None,
     out: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """x: [T, groups * K] bfloat16, T up to 8, through a prepared [N, K] whose outputs are split over the groups ->
     [T, N] bfloat16, accumulated in float32. launch: another than `tuning.projection` chooses; out: where the
-    outputs are stored, None for a new tensor. Raises ValueError for other shapes."""
+    outputs are stored, None for a new tensor. norm: [K] bfloat16, by which rows of one group, which may then be columns
+    of a wider tensor, are RMS-normed first, eps above their mean square. Raises ValueError for other shapes."""
     rows, columns = x.shape
     n, k = weight.shape
-    if not 0 < rows <= MAX_ROWS or columns != groups * k or x.dtype != torch.bfloat16 or not x.is_contiguous():
+    launch = launch or tuning.projection(n, k, groups)
+    apart = x.is_contiguous() if norm is None else x.stride(1) == 1 and x.stride(0) % 8 == 0 and groups == 1
+    if not 0 < rows <= MAX_ROWS or columns != groups * k or x.dtype != torch.bfloat16 or not apart:
         raise ValueError(
             f"projection: found {x.dtype} {list(x.shape)}, strides {x.stride()}, expected contiguous bfloat16 "
             f"[1 to {MAX_ROWS}, {groups * k}]"
         )
-    launch = launch or tuning.projection(n, k, groups)
+    if norm is not None and (norm.dtype != torch.bfloat16 or norm.shape != (k,)):
+        raise ValueError(f"projection: norm: found {norm.dtype} {list(norm.shape)}, expected bfloat16 [{k}]")
     y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
     if y.shape != (rows, n) or y.dtype != torch.bfloat16 or not y.is_contiguous():
         raise ValueError(
             f"projection: found outputs of {y.dtype} {list(y.shape)}, strides {y.stride()}, expected contiguous "
             f"bfloat16 [{rows}, {n}]"
         )
+    pairs = x.view(torch.int32)
     projection_kernel[(n // tuning.TILE // launch.program_tiles,)](
-        x.view(torch.int32),
+        pairs,
         weight.words,
         weight.scales,
         y,
         rows,
-        **constants(n, k, groups, launch),
+        pairs if norm is None else norm.view(torch.int32),
+        eps,
+        **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None),
         num_warps=launch.warps,
         launch_pdl=True,
     )
     return y
 
 
-def constants(n: int, k: int, groups: int, launch: tuning.Projection) -> dict[str, int]:
-    """The kernel's compile-time arguments."""
+def constants(
+    n: int, k: int, groups: int, launch: tuning.Projection, stride: int | None = None, norm: bool = False
+) -> dict[str, int]:
+    """The kernel's compile-time arguments. stride: numbers from a row of the input to the next, None for its width."""
     return {
         "N": n,
         "K": k,
@@ -64,6 +75,8 @@ def constants(n: int, k: int, groups: int, launch: tuning.Projection) -> dict[st
         "STAGES": launch.stages,
         "AHEAD": launch.ahead,
         "EARLY": launch.early,
+        "STRIDE": (groups * k if stride is None else stride) // 2,
+        "NORM": norm,
     }
 
 
@@ -83,6 +96,10 @@ class FusedLinear:
         """x: [1 to 8, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""
         return project_fp8(x, self.weight, self.groups, self.launch, out)
 
+    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """x: [1 to 8, K] bfloat16 columns of a wider tensor, RMS-normed by norm [K] first -> [T, N] bfloat16."""
+        return project_fp8(x, self.weight, self.groups, self.launch, None, norm, eps)
+
     @property
     def nbytes(self) -> int:
         """What the prepared copy takes."""
@@ -94,13 +111,28 @@ class FusedLinear:
         self(torch.zeros(1, self.groups * self.weight.shape[1], dtype=torch.bfloat16, device=words.device))
 
 
+class NormedLinear(FusedLinear):
+    """A dense FP8 layer [N, K] that norms its input too: the first K columns of a tensor `wider` by so many."""
+
+    def __init__(self, linear: LinearView, wider: int, early: bool = True) -> None:
+        """As FusedLinear's."""
+        super().__init__(linear, early=early)
+        self.wider = wider
+
+    def warm(self) -> None:
+        super().warm()
+        k, device = self.weight.shape[1], self.weight.words.device
+        x = torch.zeros(1, k + self.wider, dtype=torch.bfloat16, device=device)[:, :k]
+        self.normed(x, torch.ones(k, dtype=torch.bfloat16, device=device), 1.0)
+
+
 def fused_projections(attn: AttentionView) -> FusedProjections:
     """One layer's projections, prepared."""
     return FusedProjections(
         FusedLinear(attn.fused_wqa_wkv),
-        # Sparse MLA, next behind it, reads records that the launch ahead of it writes, and does so before its own
-        # wait: it may not start before this launch's wait is over.
-        FusedLinear(attn.wq_b, early=False),
+        # Sparse MLA, next behind it, reads records or latents that the launch ahead of it writes, and does so before
+        # its own wait: it may not start before this launch's wait is over.
+        NormedLinear(attn.wq_b, attn.head_dim, early=False),
         FusedLinear(attn.wo_a, attn.o_groups),
         FusedLinear(attn.wo_b),
     )

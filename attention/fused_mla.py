@@ -13,6 +13,8 @@ from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
 from specialized_decode.attention.views import AttentionView, CacheView
 
 RECORD = 584
+# Rows whose records a launch of sparse MLA stores itself: those of a low-batch step. A power of two.
+MAX_INSERTED = 8
 
 
 def log2_states(states: int) -> int:
@@ -39,6 +41,16 @@ def check_rows(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, 
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         found = f"{tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}"
         raise ValueError(f"sparse MLA: {what}: found {found}, expected contiguous {dtype} {list(shape)}")
+
+
+def check_latents(latents: Tensor, rows: int) -> None:
+    """Raises ValueError for latents that a kernel would misread."""
+    found = latents.dtype, latents.shape, latents.stride(1)
+    if found != (torch.bfloat16, (rows, 512), 1) or rows > MAX_INSERTED or latents.stride(0) % 16:
+        raise ValueError(
+            f"sparse MLA: latents: found {latents.dtype} {list(latents.shape)}, strides {latents.stride()}, expected "
+            f"bfloat16 [1 to {MAX_INSERTED} and {rows}, 512], rows at multiples of 16"
+        )
 
 
 class FusedTables:
@@ -93,8 +105,15 @@ class FusedSparseMla:
         ]
         self._partial = torch.empty(max(1, *(rows * launch.partial for rows, launch in launches)), device=device)
         programs = max(rows * launch.programs for rows, launch in launches)
-        self._statistics = torch.empty(programs * 2 * max(launch.group for _, launch in launches), device=device)
+        self._statistics = torch.empty(programs * max(launch.group for _, launch in launches), device=device)
         self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
+
+    def inserts(self, rows: int, selected: bool) -> bool:
+        """Whether a launch for so many rows, with or without selected positions, stores the step's records itself."""
+        if rows > MAX_INSERTED:
+            return False
+        return tuning.sparse_mla(rows, self.heads, self.window, self.topk if selected else 0).inserts
 
     def norm_insert(self, attn: AttentionView, projected: Tensor, positions: Tensor, window: CacheView) -> Tensor:
         """projected: [T, q rank + 512] bfloat16, of `fused_wqa_wkv` -> [T, q rank] bfloat16, normed. The latents are
@@ -134,12 +153,16 @@ class FusedSparseMla:
         selected: Tensor | None,
         settled: bool,
         launch: tuning.SparseMla | None = None,
+        latents: Tensor | None = None,
+        metadata: CacheView | None = None,
     ) -> Tensor:
         """q: [T, heads, 512] bfloat16 as projected; window: [T, window] and selected: [T, topk] int64 slots, -1 for
         none, the second None without a compressed cache -> head outputs [T, heads, 512] bfloat16, turned back.
 
         settled: slots, and the records there, were written by launches before the preceding one, and may be read ahead
-        of it. launch: how the launch is cut, None for `tuning`'s choice. Raises ValueError for other shapes.
+        of it. launch: how the launch is cut, None for `tuning`'s choice. latents: [T, 512] bfloat16 columns of a wider
+        tensor, as settled as slots, of up to MAX_INSERTED rows: normed, turned and stored in the window's cache, whose
+        metadata is there then; None where they are there. Raises ValueError for other shapes.
         """
         rows, heads = q.shape[0], attn.num_heads
         if not 0 < rows <= self.max_rows:
@@ -158,7 +181,13 @@ class FusedSparseMla:
         cut = launch or tuning.sparse_mla(rows, heads, self.window, topk)
         if launch is not None:
             self._reserve(rows, launch)
-        out = torch.empty_like(q)
+        out, given = torch.empty_like(q), latents is not None
+        if latents is None:
+            latents, request, slots = q, positions, positions
+        else:
+            assert metadata is not None, "latents are stored where the window's metadata says"
+            check_latents(latents, rows)
+            request, slots = metadata.token_to_req, metadata.slot_mapping
         sparse_mla_kernel[(cut.splits, cut.groups * cut.slices, rows)](
             q,
             positions,
@@ -168,7 +197,7 @@ class FusedSparseMla:
             window,
             *compressed[:2],
             window if selected is None else selected,
-            self._partial,
+            self._partial.view(torch.float16) if cut.half else self._partial,
             self._statistics,
             self._arrived,
             out,
@@ -177,32 +206,43 @@ class FusedSparseMla:
             pages[2],
             compressed[2],
             0,
+            latents,
+            latents.stride(0),
+            attn.kv_norm,
+            attn.eps,
+            request,
+            slots,
             GROUP=cut.group,
             WINDOW=self.window,
             TOPK=topk,
-            KEYS=tuning.MLA_KEYS,
+            KEYS=cut.keys,
             TILES=cut.tiles,
             SPLITS=cut.splits,
-            SPLITS_PADDED=1 << (cut.splits - 1).bit_length(),
             SLICES=cut.slices,
             SETTLED=settled,
             EARLY=cut.early,
+            INSERT=MAX_INSERTED if given else 0,
             num_warps=cut.warps,
             # The compiler's own pipeline would hold a second tile in shared memory.
             num_stages=1,
             launch_pdl=True,
+            # So that records come out as `norm_insert`'s.
+            enable_fp_fusion=not given,
         )
         return out
 
     def _reserve(self, rows: int, launch: tuning.SparseMla) -> None:
-        """Scratch for a launch that is not `tuning`'s."""
+        """Scratch for a launch that is not `tuning`'s. What is too small is kept: captured graphs write to it."""
         programs, device = rows * launch.programs, self._partial.device
         if rows * launch.partial > self._partial.numel():
+            self._outgrown.append(self._partial)
             self._partial = torch.empty(rows * launch.partial, device=device)
         if programs > self._arrived.numel():
+            self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
-        if programs * 2 * launch.group > self._statistics.numel():
-            self._statistics = torch.empty(programs * 2 * launch.group, device=device)
+        if programs * launch.group > self._statistics.numel():
+            self._outgrown.append(self._statistics)
+            self._statistics = torch.empty(programs * launch.group, device=device)
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its
@@ -211,15 +251,16 @@ class FusedSparseMla:
         cache = torch.zeros(1, 32, RECORD, dtype=torch.uint8, device=device)
         cache = cache.as_strided(cache.shape, (32 * RECORD // 16 * 16, RECORD, 1))
         layer: Any = _Warming(attn, cache)
-        seen = set()
+        seen: set[tuple[object, ...]] = set()
         for rows in range(self.max_rows, 0, -1):
             meta: Any = _warm_metadata(rows, device)
             positions = torch.zeros(rows, dtype=torch.int64, device=device)
             selection = torch.full((rows, self.topk), -1, dtype=torch.int32, device=device)
             cuts = tuple(tuning.sparse_mla(rows, self.heads, self.window, n) for n in (0, self.topk))
-            if cuts in seen:
+            # Few rows' records are stored by the launch itself too.
+            if (*cuts, rows <= MAX_INSERTED) in seen:
                 continue
-            seen.add(cuts)
+            seen.add((*cuts, rows <= MAX_INSERTED))
             projected = torch.zeros(rows, attn.q_lora_rank + attn.head_dim, dtype=torch.bfloat16, device=device)
             self.norm_insert(layer, projected, positions, meta)
             window, selected = tables.window(meta, positions, self.window), tables.selected(meta, selection, meta)
@@ -227,6 +268,10 @@ class FusedSparseMla:
             # What reads a window alone makes no selection, and need not wait for one.
             for slots, settled in ((None, True), (selected, True), (selected, False)):
                 self(layer, q, positions, window, slots, settled)
+            latents = projected[:, attn.q_lora_rank :]
+            for slots in (None, selected):
+                if self.inserts(rows, slots is not None):
+                    self(layer, q, positions, window, slots, True, None, latents, meta)
 
 
 def _warm_metadata(rows: int, device: torch.device) -> SimpleNamespace:

@@ -65,6 +65,10 @@ class SparseIndexTables:
             self._put(key, self._ops.selected(meta, attn.selection.topk_indices, window))
         return self._tables[key]
 
+    def keep(self, attn: AttentionView, meta: CacheView, table: Tensor) -> None:
+        """As `selected`, of a table [T, topk] that the launch of the selection has made."""
+        self._put(("selected", attn.index_source, meta), table)
+
     def _put(self, key: tuple[Any, ...], table: Tensor) -> None:
         self._tables[key] = table
         self.built += 1

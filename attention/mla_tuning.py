@@ -14,8 +14,8 @@ MLA_RESIDENT = {4: 264, 8: 132}
 
 class SparseMla(NamedTuple):
     """How a launch is cut. group: heads of a program, padded to 16; tiles: tiles of keys that a split takes; slices:
-    programs that share a row's output columns; warps: of a program. programs: of a row; early: whether the next launch
-    may start beside this one."""
+    programs that share a row's output columns; warps: of a program; early: whether the next launch may start beside
+    this one; keys: of a tile; half: whether splits leave their averages as float16."""
 
     group: int
     groups: int
@@ -24,6 +24,8 @@ class SparseMla(NamedTuple):
     slices: int
     warps: int
     early: bool
+    keys: int = MLA_KEYS
+    half: bool = False
 
     @property
     def programs(self) -> int:
@@ -31,14 +33,19 @@ class SparseMla(NamedTuple):
         return self.groups * self.splits * self.slices
 
     @property
+    def inserts(self) -> bool:
+        """Whether its registers suffice for storing a step's records as well."""
+        return self.tiles == 1 and (self.warps == 8 or (self.slices > 1 and self.group == 16))
+
+    @property
     def partial(self) -> int:
-        """float32 sums that a row's programs leave: a slice's columns and the 64 rotated ones."""
-        return self.programs * (512 // self.slices + 64) * self.group if self.splits > 1 else 0
+        """Averages that a row's programs leave."""
+        return self.programs * (512 // self.slices) * self.group if self.splits > 1 else 0
 
 
-def key_tiles(window: int, topk: int) -> int:
+def key_tiles(window: int, topk: int, keys: int = MLA_KEYS) -> int:
     """Tiles of a row's keys; window and selection begin one each."""
-    return -(-window // MLA_KEYS) + -(-topk // MLA_KEYS)
+    return -(-window // keys) + -(-topk // keys)
 
 
 def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
@@ -53,14 +60,47 @@ def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
     return next((launch for launch in launches if launch.early), launches[-1])
 
 
-def mla_launch(rows: int, heads: int, all_tiles: int, tiles: int, slices: int) -> SparseMla:
-    """A launch whose splits take `tiles` of a row's tiles of keys."""
+def mla_launch(
+    rows: int,
+    heads: int,
+    all_tiles: int,
+    tiles: int,
+    slices: int,
+    warps: int | None = None,
+    keys: int = MLA_KEYS,
+    half: bool = False,
+) -> SparseMla:
+    """A launch whose splits take `tiles` of a row's tiles of keys. warps: None for what the registers ask for."""
     group = 16 if heads <= 16 else 32
     groups, splits = -(-heads // group), -(-all_tiles // tiles)
-    # A loop's registers fit with twice the threads alone; so do more columns of 32 heads.
-    warps = 4 if tiles == 1 and (group == 16 or slices == 8) else 8
+    # A loop's registers fit with twice the threads alone; so do more columns of 32 heads, and larger tiles.
+    warps = warps or (4 if tiles == 1 and (group == 16 or slices == 8) and keys == MLA_KEYS else 8)
     early = rows * groups * splits * slices <= MLA_RESIDENT[warps]
-    return SparseMla(group, groups, tiles, splits, slices, warps, early)
+    return SparseMla(group, groups, tiles, splits, slices, warps, early, keys, half)
+
+
+def candidates(rows: int, heads: int, window: int, topk: int) -> list[SparseMla]:
+    """Launches that a benchmark tries: `sparse_mla`'s first. Of few rows one tile a program is known to be best."""
+    found = [sparse_mla(rows, heads, window, topk)]
+    for keys, warps in ((64, 4), (64, 8), (128, 8)):
+        all_tiles = key_tiles(window, topk, keys)
+        for tiles in (1,) if rows <= 8 else (1, 2, 5, 10):
+            for slices in (1, 2, 4, 8):
+                for half in (False, True):
+                    cut = mla_launch(rows, heads, all_tiles, tiles, slices, warps, keys, half)
+                    if tiles <= all_tiles and _fits(cut):
+                        found += [cut, cut._replace(early=True)]
+    return list(dict.fromkeys(found))
+
+
+def _fits(cut: SparseMla) -> bool:
+    """Whether a launch, which inserts where it can, leaves its sums in registers."""
+    if cut.keys > MLA_KEYS and (cut.tiles > 1 or cut.group > 16):
+        return False
+    if cut.half and cut.splits == 1:
+        return False
+    wide = cut.group > 16 or cut.slices == 1
+    return cut.slices > cut.group // 32 and (cut.warps == 8 or (cut.tiles == 1 and not wide))
 
 
 # Slots of a table that a program works out. Not measured.

@@ -20,6 +20,10 @@ class FusedProjection(Protocol):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [T, groups * K] bfloat16 -> [T, N] bfloat16, group by group, in `out` where given."""
 
+    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """x: [T, K] bfloat16, which may be columns of a wider tensor, RMS-normed by norm [K] first, eps above the mean
+        square -> [T, N] bfloat16. Of one group."""
+
     def warm(self) -> None:
         """Compiles and loads what a call needs. Not in a capture."""
 
@@ -51,7 +55,7 @@ class LowBatchLinear:
 
     def __call__(self, x: Tensor, step: StepGates) -> Tensor:
         """x: [T, K] bfloat16 -> [T, N] bfloat16."""
-        kernel = self._kernel(step)
+        kernel = self.kernel(step)
         if kernel is not None:
             return kernel(x)
         if step.low_batch and self.prepared is not None:
@@ -60,7 +64,7 @@ class LowBatchLinear:
 
     def grouped(self, x: Tensor, groups: int, step: StepGates) -> Tensor:
         """x: [T, groups * K] through [groups * N, K], group by group -> [T, groups * N] bfloat16."""
-        kernel = self._kernel(step)
+        kernel = self.kernel(step)
         if kernel is not None:
             return kernel(x)
         assert self.prepared is not None, "a grouped layer keeps its prepared weight"
@@ -68,7 +72,8 @@ class LowBatchLinear:
 
     def publishes(self, step: StepGates) -> Tensor | FusedProjection | None:
         """What a publisher computes the layer with in this step; None where its output is not published."""
-        return (self._kernel(step) or self.prepared) if step.low_batch else None
+        return (self.kernel(step) or self.prepared) if step.low_batch else None
 
-    def _kernel(self, step: StepGates) -> FusedProjection | None:
+    def kernel(self, step: StepGates) -> FusedProjection | None:
+        """The kernel that runs in this step, None where the reference op or the stock path does."""
         return self.fused if step.low_batch and step.rows <= tuning.MAX_ROWS else None

@@ -2,12 +2,13 @@
 
 import torch
 
-from specialized_decode.attention import projection_tuning
+from specialized_decode.attention import index_tuning, projection_tuning
 from specialized_decode.attention.views import AttentionView
 
 # What the kernels are written for.
 HEAD_DIM, ROPE_DIM = 512, 64
 MAX_HEADS = 64
+INDEX_DIM, MAX_INDEX_HEADS = 128, 64
 MAX_WINDOW, MAX_TOPK = 1024, 2048
 
 
@@ -55,4 +56,42 @@ def unsupported_weights(attn: AttentionView) -> str | None:
             projection_tuning.projection(n, k, attn.o_groups if name == "wo_a" else 1)
         except ValueError as error:
             return f"{name}: {error}"
+    return None
+
+
+def index_unsupported(attn: AttentionView, device: torch.device) -> str | None:
+    """Why the index kernels do not serve this layer, which selects positions, on this device, or None."""
+    return _unsupported_device(device) or unsupported_indexer(attn)
+
+
+def unsupported_indexer(attn: AttentionView) -> str | None:
+    """Why the index kernels do not serve an indexer and a compressor of these widths and weights, or None."""
+    indexer, compressor = attn.indexer, attn.compressor
+    if indexer is None:
+        return "indexer: found none, expected a layer that selects positions"
+    if indexer.head_dim != INDEX_DIM or not 0 < indexer.num_heads <= MAX_INDEX_HEADS:
+        found = f"{indexer.num_heads} heads of {indexer.head_dim} columns"
+        return f"indexer: found {found}, expected 1 to {MAX_INDEX_HEADS} of {INDEX_DIM}"
+    topk = attn.selection.topk_indices.shape[1]
+    if not 0 < topk <= MAX_TOPK:
+        return f"top-k: found {topk}, expected 1 to {MAX_TOPK}"
+    plain = {"weights_proj": indexer.weights_proj.weight}
+    if compressor is not None:
+        if compressor.ratio not in (1, 2):
+            return f"compressor: found ratio {compressor.ratio}, expected 1 or 2"
+        assert indexer.wk is not None
+        plain |= {"fused_wkv_wgate": compressor.fused_wkv_wgate.weight, "wk": indexer.wk.weight}
+    for name, weight in plain.items():
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            return f"{name}: found {weight.dtype}, strides {list(weight.stride())}, expected contiguous bfloat16"
+    if indexer.wq_b.scale is None or indexer.wq_b.weight.dtype != torch.float8_e4m3fn:
+        return f"indexer's wq_b: found {indexer.wq_b.weight.dtype}, expected float8_e4m3fn with scales"
+    outputs = sum(weight.shape[0] for name, weight in plain.items() if name != "wk")
+    try:
+        projection_tuning.projection(*indexer.wq_b.weight.shape)
+        index_tuning.index_projection(
+            -(-outputs // index_tuning.TILE) * index_tuning.TILE, indexer.weights_proj.weight.shape[1]
+        )
+    except ValueError as error:
+        return f"indexer: {error}"
     return None

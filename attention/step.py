@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import mla_tuning, reference
+from specialized_decode.attention import index_tuning, mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import SparseMlaDecode
@@ -18,6 +19,7 @@ from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, S
 
 if TYPE_CHECKING:
     # Its kernels need Triton, which a machine without a GPU need not have.
+    from specialized_decode.attention.fused_index import FusedIndexer, IndexInputs
     from specialized_decode.attention.fused_mla import FusedSparseMla
 
 
@@ -55,9 +57,10 @@ class AttentionStep:
     tables, mla: shared by all layers; publisher: stores `wo_b`'s output into the boundary's mailbox, None where it
     cannot; mxfp8_input: whether the layer takes its input quantized; source, consumer: the candidate overlap of a
     layer that publishes candidate blocks, or restricts itself to them; before_last: called ahead of the last
-    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, and projections:
-    those of low-batch steps, None for the reference ops; host: (x, positions) -> the TP-partial output by the host
-    engine's own layer, which takes the steps that are not low-batch, None where ops of ours do.
+    projection, where the next boundary's side stream is joined; fused: the kernels around `wq_b`, projections: those of
+    low-batch steps, and index: beside `fused`, those of low-batch steps' indexer; None for the reference ops; host: (x,
+    positions) -> the TP-partial output by the host engine's own layer, which takes the steps that are not low-batch,
+    None where ops of ours do.
     """
 
     def __init__(
@@ -73,9 +76,10 @@ class AttentionStep:
         before_last: Callable[[], None] = lambda: None,
         fused: "FusedSparseMla | None" = None,
         projections: FusedProjections | None = None,
+        index: "FusedIndexer | None" = None,
         host: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.host = host
+        self.host, self.index = host, index
         self.before_last, self.fused, self.projections = before_last, fused, projections
         self.attn, self.tables, self.mla, self.publisher = attn, tables, mla, publisher
         self.mxfp8_input, self.source, self.consumer, self.aux = mxfp8_input, source, consumer, aux
@@ -115,20 +119,35 @@ class AttentionStep:
         self, fused: "FusedSparseMla", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> Tensor:
         """Head outputs [T, heads, 512]: norms and insert in one launch ahead of `wq_b`, all else in one behind it.
+        Where both are kernels and nobody else reads the normed query, `wq_b` norms it, and the launch behind inserts.
 
-        The second reads slots and records before the launch ahead of it is done. So tables are made first, and the
-        window's records lie a launch back; only where this layer makes a selection or compressed records itself, on
-        streams joined just before, it waits.
+        That launch reads slots, records and latents before the one ahead of it is done. So tables are made first, and
+        the others lie a launch back; only where this layer makes a selection or compressed records itself, on streams
+        joined just before, it waits. The index kernels may make them ahead of `wq_b` instead.
         """
         attn = self.attn
         window, selected = self.tables.window(attn, caches.window, positions), None
         settled = attn.indexer is None and attn.compressor is None
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        self._compress(x, positions, caches, step)
-        index_weights = self._index_weights(x, step)
-        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
-        self._index(qr, index_weights, positions, caches, step)
+        kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
+        if kernels is not None:
+            inputs = self._index_inputs(kernels, x, positions, caches, step)
+        else:
+            self._compress(x, positions, caches, step)
+            index_weights = self._index_weights(x, step)
+        projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
+        if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
+            qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
+            return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
+        qr = fused.norm_insert(attn, projected, positions, caches.window)
+        if kernels is not None:
+            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
+            # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
+            settled = not self._index_beside(step)
+        else:
+            self._index(qr, index_weights, positions, caches, step)
         q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
         self.aux.join()
         if caches.compressed is not None and selected is None:
@@ -188,6 +207,48 @@ class AttentionStep:
             selection[: qr.shape[0]] = reference.top_positions(scores, selection.shape[1])
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
+
+    @staticmethod
+    def _index_beside(step: StepGates) -> bool:
+        return step.overlap_inputs and index_tuning.BESIDE
+
+    def _index_inputs(
+        self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
+    ) -> "IndexInputs":
+        """As `_compress` and `_index_weights`, in two launches, or one without a compressor."""
+        with self._beside(self.aux.compressor, step):
+            inputs = kernels.project(x)
+            if self.attn.compressor is not None:
+                kernels.compress(self.attn, inputs, positions, caches)
+        return inputs
+
+    def _fused_index(
+        self,
+        kernels: "FusedIndexer",
+        queries: Callable[[], Tensor],
+        inputs: "IndexInputs",
+        positions: Tensor,
+        caches: LayerCaches,
+        step: StepGates,
+    ) -> Tensor:
+        """As `_index`, in three launches, of which the last makes the table too: the selection's slots [T, topk].
+        queries: projects them."""
+        attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
+        assert indexer is not None and caches.index is not None and caches.compressed is not None
+        source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
+        with self.aux.indexer.fork() if self._index_beside(step) else nullcontext():
+            q, flags = queries(), None
+            if consumer is not None and blocks is not None:
+                width = max(caches.index.max_seq_len // indexer.ratio, 1)
+                flags = consumer.join(blocks[: step.rows], width)
+            self.aux.compressor.join()
+            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full=source is not None)
+            if source is not None and blocks is not None:
+                source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
+            slots = kernels.top(attn, scores, positions, caches)
+            self.tables.publish(attn.layer_id)
+            self.tables.keep(attn, caches.compressed, slots)
+        return slots
 
     def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:
         """Publishes the source's candidate blocks, or restricts a consumer's scores to them."""

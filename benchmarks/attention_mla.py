@@ -3,6 +3,13 @@
 Layers of a chain have KV caches of their own, more than the L2 cache holds, and their queries rotate. Our kernels and
 vLLM's FlashMLA op, where vLLM is installed, replay in turn in one run. vLLM is read through its public Python modules
 and its ops alone and is not needed. `--sweep` times every cut of a launch instead, for `attention/mla_tuning.py`.
+
+"insert, conversion, attention" is all that lies between `wq_b`'s output and the head outputs: RoPE, the latent's norm
+and the insert of its record, the attention and its combine in every layer; a selection's slots once for the layers that
+share it, as the release's 8 index sources are spread over its 40 layers, and the window's once in 40. The query's norm
+lies ahead of `wq_b`, and is not in it: in low-batch steps `wq_b` norms its input itself. Where it does not, one launch
+norms queries and inserts records: "norms and insert apart" has that launch in every layer. "behind wq_b" has `wq_b`
+with its norm in front of each; less "wq_b", it is what the rest adds to a step.
 """
 
 import statistics
@@ -18,12 +25,16 @@ from torch import Tensor
 from benchmarks.results import FOLDER, write_gpu_result
 from benchmarks.timing import replayed
 from specialized_decode.attention import mla_tuning as tuning
-from specialized_decode.attention.fused_mla import RECORD, FusedSparseMla, FusedTables
+from specialized_decode.attention.fused import NormedLinear
+from specialized_decode.attention.fused_mla import MAX_INSERTED, RECORD, FusedSparseMla, FusedTables
+from specialized_decode.backbone.linear import Linear
 
 WINDOW, TOPK, Q_RANK, WINDOW_STATES, STATES = 128, 512, 1280, 32, 64
 LAYERS = 40
-# Layers that make a selection, which the others share.
-SOURCES = 8
+# The release's layers that make a selection, which those up to the next share.
+SOURCES = (2, 8, 14, 20, 24, 28, 32, 36)
+# Layers with a `wq_b` of their own, of 10 MB at 16 heads.
+PROJECTIONS = 8
 ROWS = (1, 2, 4, 8, 16, 48, 128, 384)
 # Bytes of KV records that a pass over the layers reads at least: more than an H200's L2 cache.
 READ = 60_000_000
@@ -99,6 +110,14 @@ class Ours:
         self.layers, self.ops = layers, FusedTables()
         self.fused = FusedSparseMla(layers.heads, WINDOW, TOPK, layers.rows, torch.device("cuda"))
         self.tables = [self._tables(number) for number in range(len(layers.attn))]
+        few = layers.rows <= MAX_INSERTED
+        self.wq_b = [self._wq_b() for _ in range(PROJECTIONS)] if few else []
+
+    def _wq_b(self) -> NormedLinear:
+        n = self.layers.heads * 512
+        weight = torch.randn(n, Q_RANK, device="cuda").to(torch.float8_e4m3fn)
+        scale = torch.full((n // 32, Q_RANK // 32), 122, dtype=torch.uint8, device="cuda")
+        return NormedLinear(Linear(weight, scale), 512, early=False)
 
     def _tables(self, number: int) -> tuple[Tensor, Tensor]:
         layers = self.layers
@@ -111,33 +130,38 @@ class Ours:
 
     def run(
         self,
+        norms: bool = False,
         insert: bool = False,
         convert: bool = False,
+        project: bool = False,
+        attend: bool = True,
         settled: bool = True,
         selected: bool = True,
         launch: tuning.SparseMla | None = None,
     ) -> None:
-        """insert: norms and insert ahead of each; convert: index conversion, one a source and five layers, and the
-        window's once."""
+        """norms: the launch that norms and inserts ahead of each; insert: attention inserts; convert: index conversion,
+        the sources' and the window's; project: `wq_b` ahead of each, and whatever it yields as queries."""
         layers = self.layers
-        every = LAYERS // SOURCES
         for at in range(layers.chain):
             number = at % len(layers.attn)
-            attn, tables = layers.attn[number], self.tables[number]
+            attn, tables, q = layers.attn[number], self.tables[number], layers.q[number]
+            meta: Any = layers.window[number].meta
             if convert and at % LAYERS == 0:
-                self.ops.window(layers.window[number].meta, layers.positions, WINDOW)
-            if convert and at % every == 0:
-                meta: Any = layers.compressed[number].meta
-                self.ops.selected(meta, layers.selection[number], layers.window[number].meta)
-            if insert:
-                self.fused.norm_insert(
-                    attn,
-                    layers.projected[number],
-                    layers.positions,
-                    layers.window[number].meta,
-                )
+                self.ops.window(meta, layers.positions, WINDOW)
+            if convert and at % LAYERS in SOURCES:
+                compressed: Any = layers.compressed[number].meta
+                self.ops.selected(compressed, layers.selection[number], meta)
+            projected = layers.projected[number]
+            if norms:
+                self.fused.norm_insert(attn, projected, layers.positions, meta)
+            if project:
+                wq_b = self.wq_b[at % PROJECTIONS]
+                q = wq_b.normed(projected[:, :Q_RANK], attn.q_norm, attn.eps).view_as(q)
+            if not attend:
+                continue
             chosen = tables[1] if selected else None
-            self.fused(attn, layers.q[number], layers.positions, tables[0], chosen, settled, launch)
+            inserted = (projected[:, Q_RANK:], meta) if insert else (None, None)
+            self.fused(attn, q, layers.positions, tables[0], chosen, settled, launch, *inserted)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------
@@ -243,16 +267,18 @@ def interleaved(chains: dict[str, Callable[[], object]], count: int, replays: in
 
 
 def cuts(layers: Layers) -> dict[str, Callable[[], object]]:
-    """Every cut of a launch that leaves its sums in registers."""
-    ours, tiles = Ours(layers), tuning.key_tiles(WINDOW, TOPK)
+    """Every launch that `tuning.candidates` has."""
+    ours = Ours(layers)
     found: dict[str, Callable[[], object]] = {}
-    for count in (1, 2, 4, 5, 10):
-        for slices in (1, 2, 4, 8):
-            launch = tuning.mla_launch(layers.rows, layers.heads, tiles, count, slices)
-            if launch.group == 16 or slices > 1:
-                name = f"{launch.splits} splits, {slices} slices"
-                found[name] = lambda launch=launch: ours.run(launch=launch)  # type: ignore[misc]
+    for launch in tuning.candidates(layers.rows, layers.heads, WINDOW, TOPK):
+        found[cut_name(launch)] = lambda launch=launch: ours.run(launch=launch)  # type: ignore[misc]
     return found
+
+
+def cut_name(launch: tuning.SparseMla) -> str:
+    """A launch in words."""
+    extra = ", halves" * launch.half + ", next waits" * (not launch.early)
+    return f"{launch.splits} splits, {launch.slices} slices, {launch.keys} keys, {launch.warps} warps{extra}"
 
 
 def chains_of(layers: Layers, stock: bool) -> dict[str, Callable[[], object]]:
@@ -262,8 +288,14 @@ def chains_of(layers: Layers, stock: bool) -> dict[str, Callable[[], object]]:
         "attention": ours.run,
         "attention, nothing read ahead": lambda: ours.run(settled=False),
         "attention, window alone": lambda: ours.run(selected=False),
-        "norms, insert, conversion, attention": lambda: ours.run(insert=True, convert=True),
+        "norms and insert apart": lambda: ours.run(norms=True, convert=True),
     }
+    if layers.rows <= MAX_INSERTED:
+        chains |= {
+            "insert, conversion, attention": lambda: ours.run(insert=True, convert=True),
+            "wq_b": lambda: ours.run(project=True, attend=False),
+            "behind wq_b": lambda: ours.run(project=True, insert=True, convert=True),
+        }
     return chains | (stock_chains(layers, ours.tables) if stock else {})
 
 

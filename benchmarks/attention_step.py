@@ -1,8 +1,9 @@
 """Whole attention steps in CUDA graphs, at V4.1-Flash's widths over 4 ranks: `python -m benchmarks.attention_step`.
 
 A chain is layers of one kind with weights of their own, more than the L2 cache holds, over caches that they share. The
-kernels, each of their two families alone, and the reference ops replay in turn in one run. vLLM's layer, which only an
-engine can run, is not among them.
+kernels, each of their two families alone, and the reference ops replay in turn in one run. `wo_b` publishes into the
+boundary's slot, as the executor has it on one GPU; the reduce that follows there is not part of a layer. vLLM's layer,
+which takes an engine's configuration, metadata and caches, is not among them.
 """
 
 import statistics
@@ -24,10 +25,11 @@ from specialized_decode.backbone.attention import Attention, Compressor, Indexer
 from specialized_decode.backbone.cache import WINDOW_BLOCK, Batch, Caches
 from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.context import ForwardContext
+from specialized_decode.backbone.host import SingleRank
 from specialized_decode.backbone.linear import Linear
 from specialized_decode.backbone.presets import flash_plan
 from specialized_decode.backbone.rope import cos_sin_table
-from specialized_decode.boundary import CudaSideStream
+from specialized_decode.boundary import BoundaryAllReduce, CudaSideStream, PublishingMxfp8Linear
 
 RANKS = 4
 # Layers of the release, by kind.
@@ -145,12 +147,14 @@ class Layers:
         shape = config.num_attention_heads, config.sliding_window, config.index_topk
         fused = FusedSparseMla(*shape, self.rows, DEVICE) if mla else None
         consumes = config.consumes_candidates(self.number)
+        all_reduce = BoundaryAllReduce(config.hidden_size, MAX_ROWS, SingleRank(), DEVICE)
+        publisher = PublishingMxfp8Linear.build(all_reduce, DEVICE)
         steps = [
             AttentionStep(
                 layer,
                 tables,
                 SparseMlaDecode(tables, MAX_ROWS),
-                None,
+                publisher,
                 mxfp8_input=False,
                 source=overlap if self.number == config.candidate_source_layer_id else None,
                 consumer=overlap if consumes else None,
@@ -167,6 +171,8 @@ class Layers:
             overlap.reset()
             with self.context.running(self.batch.metadata):
                 for x, step in zip(self.x, steps, strict=True):
+                    # In place of the reduce that frees the slot.
+                    all_reduce.reset()
                     step.run(x, None, self.batch.positions, gates)
                     overlap.stream.join()
             aux.join()

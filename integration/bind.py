@@ -80,12 +80,13 @@ def _shared_expert(layer: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _projections(model: Any, config: DecodeConfig) -> Iterator[nn.Module]:
-    """What the attention kernels are prepared from, where they serve a layer."""
+    """What the attention kernels are prepared from. The compressors' and indexers' BF16 layers they read in place."""
     if "attention" in config.kernels:
         for number in range(model.start_layer, model.end_layer):
             attn = model.layers[number].attn
-            if attn.indexer is None and attn.compressor is None:
-                yield from (attn.fused_wqa_wkv, attn.wq_b, attn.wo_a, attn.wo_b)
+            yield from (attn.fused_wqa_wkv, attn.wq_b, attn.wo_a, attn.wo_b)
+            if attn.indexer is not None:
+                yield attn.indexer.wq_b
 
 
 def own_ops_refusal(target: "VllmTarget", prepared: PreparedWeights | None) -> str | None:

@@ -178,8 +178,7 @@ def _prepared_bytes(text: Any, tp: int, values: dict[str, Any]) -> int:
     if "moe" in kernels and not everything:
         kept += memory.shared_expert_bytes(text, tp)
     if "attention" in kernels:
-        layers = text.num_hidden_layers if everything else memory.reader_layers(text)
-        kept += memory.projection_bytes(text, tp, layers)
+        kept += memory.projection_bytes(text, tp)
     return kept + (memory.mixer_bytes(text) if "boundary" in kernels else 0)
 
 

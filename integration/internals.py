@@ -289,6 +289,24 @@ CONTRACT: list[Internal] = [
         "DeepseekCompressor",
         attributes=("fused_wkv_wgate", "norm", "rms_norm_eps", "compress_ratio", "state_cache"),
     ),
+    # BF16 weights stay as they were loaded, [N, K], and are read in place.
+    Internal(
+        ATTENTION,
+        "DeepseekV4Attention._run_parallel_input_projections",
+        calls=("torch.mm", "indexer.weights_proj"),
+    ),
+    Internal(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.process_weights_after_loading",
+        signature="(self, layer)",
+        calls=("current_platform.is_cpu", "current_platform.is_xpu"),
+    ),
+    # A ring holds more rows than a request's step: none replaces what the step's first row reads.
+    Internal(
+        "vllm.models.deepseek_v41.compressor",
+        "CompressorStateCache.__init__",
+        calls=("(rows_per_step - 1).bit_length",),
+    ),
     # Caches, bound anew for each allocation, and the metadata of a batch.
     Internal(ATTENTION, "DeepseekV4Attention.bind_kv_cache", signature="(self, kv_cache)", calls=("kv_cache.squeeze",)),
     Internal(ATTENTION, "DeepseekV4IndexerCache", attributes=("kv_cache", "prefix")),

@@ -19,15 +19,10 @@ def prepared_bytes(text: Any, tp: int) -> int:
     return round(_FP8 * (layers * per_layer + wkv + _indexer_weights(text)))
 
 
-def projection_bytes(text: Any, tp: int, layers: int) -> int:
-    """What the low-batch projection kernels keep of so many layers' weights: the same bytes in another order."""
-    return round(_FP8 * layers * _attention_weights(text, tp))
-
-
-def reader_layers(text: Any) -> int:
-    """Layers that neither write compressed records nor select: attention kernels serve all of them."""
-    sources = {*text.kv_source_layer_ids, *text.index_source_layer_ids}
-    return sum(layer not in sources for layer in range(text.num_hidden_layers))
+def projection_bytes(text: Any, tp: int) -> int:
+    """What the attention kernels keep of the FP8 weights, the indexers' queries among them: the same bytes in another
+    order. BF16 weights are read in place."""
+    return round(_FP8 * (text.num_hidden_layers * _attention_weights(text, tp) + _indexer_weights(text)))
 
 
 def shared_expert_bytes(text: Any, tp: int) -> int:

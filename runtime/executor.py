@@ -16,7 +16,7 @@ from specialized_decode.attention import (
     SparseMlaDecode,
     StockAttention,
 )
-from specialized_decode.attention.select import mla_unsupported, projections_unsupported
+from specialized_decode.attention.select import index_unsupported, mla_unsupported, projections_unsupported
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.boundary import (
     Boundaries,
@@ -41,6 +41,7 @@ from specialized_decode.runtime.tuning import FUSED_MHC_MAX_ROWS, GATES, gpu_fam
 from specialized_decode.runtime.warmup import warm_up
 
 if TYPE_CHECKING:
+    from specialized_decode.attention.fused_index import FusedIndexer
     from specialized_decode.attention.fused_mla import FusedSparseMla
     from specialized_decode.attention.projections import FusedProjections
     from specialized_decode.attention.views import AttentionView
@@ -369,24 +370,30 @@ class SpecializedDecode:
             return [None] * len(layers)
         return build_routed_expert_gemms([layer.ffn for layer in layers], kernels=asked is None)
 
-    def _attentions(self, layers: Sequence[DecoderLayerView]) -> list[AttentionStep | StockAttention]:
-        """Beside a host's ops a layer runs on kernels or on the host's; without, on reference ops and kernels."""
-        host = {} if self.stock is None else {i.layer_id: partial(self.stock.attention, i.layer_id) for i in layers}
-        ours = [layer for layer in layers if self.stock is None or self._on_kernels(layer.attn)]
-        steps = {step.attn.layer_id: step for step in self._attention_steps(ours, host)} if ours else {}
-        if host:
-            logger.info("Attention: %d of %d layers on kernels, the others on the host's ops", len(steps), len(layers))
-        return [steps.get(i.layer_id) or StockAttention(host[i.layer_id]) for i in layers]
+    def _attentions(self, layers: Sequence[DecoderLayerView]) -> Sequence[AttentionStep | StockAttention]:
+        """Beside a host's ops a step's attention runs on kernels in all layers or in none, so that who selects and who
+        reads the selection are of a kind; without, on reference ops and kernels."""
+        if self.stock is None:
+            return self._attention_steps(layers, {})
+        host = {layer.layer_id: partial(self.stock.attention, layer.layer_id) for layer in layers}
+        reason = self._attention_unsupported(layers)
+        if reason is not None:
+            logger.info("Attention runs on the host's ops: %s", reason)
+            return [StockAttention(host[layer.layer_id]) for layer in layers]
+        logger.info("Attention: steps of up to %d rows run on kernels", self.gates.low_batch)
+        return self._attention_steps(layers, host)
 
-    def _on_kernels(self, attn: "AttentionView") -> bool:
-        """Whether kernels serve all of a layer's attention: a layer that writes compressed records or selects has ops
-        that none does."""
-        if "attention" not in self.config.kernels or attn.indexer is not None or attn.compressor is not None:
-            return False
+    def _attention_unsupported(self, layers: Sequence[DecoderLayerView]) -> str | None:
+        """Why kernels do not serve all of the layers' attention, or None."""
+        reason = self._not_asked("attention")
         # Where vLLM keeps other records.
-        if self.target.attention_class == "flashinfer_sparse":
-            return False
-        return mla_unsupported(attn, self.device) is None and projections_unsupported(attn, self.device) is None
+        if reason is None and self.target.attention_class == "flashinfer_sparse":
+            reason = "FlashInfer's records are not those that the kernels read"
+        for attn in (layer.attn for layer in layers):
+            reason = reason or mla_unsupported(attn, self.device) or projections_unsupported(attn, self.device)
+            if attn.indexer is not None or attn.compressor is not None:
+                reason = reason or index_unsupported(attn, self.device)
+        return reason
 
     def _attention_steps(
         self, layers: Sequence[DecoderLayerView], host: Mapping[int, Callable[[Tensor, Tensor], Tensor]]
@@ -396,6 +403,7 @@ class SpecializedDecode:
         self.candidates = self._candidates(layers)
         self.sparse_mla = self._sparse_mla_kernels(layers)
         fused_projections = self._projection_kernels(layers)
+        fused_indexer = self._index_kernels(layers)
         mla = SparseMlaDecode(self.tables, FUSED_MHC_MAX_ROWS)
         publisher = PublishingMxfp8Linear.build(self.all_reduce, self.device) if self._own_boundaries else None
         steps = []
@@ -414,13 +422,33 @@ class SpecializedDecode:
                 before_last=self._join_boundaries,
                 fused=self.sparse_mla,
                 projections=fused_projections(layer.attn) if fused_projections is not None else None,
+                index=fused_indexer(layer.attn) if fused_indexer is not None and indexer is not None else None,
                 host=host.get(layer.layer_id),
             )
             steps.append(step)
         if fused_projections is not None:
             taken = sum(step.projections.nbytes for step in steps if step.projections is not None)
             logger.info("Low-batch projections: prepared weights take %.1f MB", taken / 1e6)
+        if fused_indexer is not None:
+            taken = sum(step.index.nbytes for step in steps if step.index is not None)
+            logger.info("Index kernels: prepared weights take %.1f MB", taken / 1e6)
         return steps
+
+    def _index_kernels(self, layers: Sequence[DecoderLayerView]) -> "Callable[[AttentionView], FusedIndexer] | None":
+        """What prepares a selecting layer for the kernels of compressor and indexer, which run beside those of sparse
+        MLA; or None where the reference ops run."""
+        reason = None if self.sparse_mla is not None else "sparse MLA has no kernels"
+        selecting = [layer.attn for layer in layers if layer.attn.indexer is not None]
+        reason = reason or (None if selecting else "no layer selects here")
+        for attn in selecting:
+            reason = reason or index_unsupported(attn, self.device)
+        if reason is not None:
+            logger.info("Indexers run on reference ops: %s", reason)
+            return None
+        from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
+
+        bins = fused_bins(self.device)
+        return lambda attn: FusedIndexer(attn, bins)
 
     def _projection_kernels(
         self, layers: Sequence[DecoderLayerView]

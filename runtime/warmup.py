@@ -37,6 +37,8 @@ def warm_up(executor: SpecializedDecode) -> None:
         if isinstance(plan.attention, AttentionStep):
             for projection in plan.attention.projections or ():
                 projection.warm()
+            if plan.attention.index is not None:
+                plan.attention.index.warm(plan.layer.attn)
     torch.cuda.synchronize(executor.device)
     kernels = "no kernels" if executor.all_reduce.fused is None else f"boundaries of 1 to {FUSED_MHC_MAX_ROWS} rows"
     logger.info("Warmed up %d side streams and %s", len(executor.side_streams()), kernels)

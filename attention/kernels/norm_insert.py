@@ -41,14 +41,17 @@ def norm_insert_kernel(
         slot = tl.load(slot_mapping + row)
         turn = cos_sin + tl.load(positions + row) * BLOCK
         cos, sin = tl.load(turn + tl.arange(0, HALF)), tl.load(turn + HALF + tl.arange(0, HALF))
-        latent = _latent(x + Q, kv_norm, eps)
+        weight = latent_weight(kv_norm)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+        latent = normed_latent(x + Q, weight, eps)
         if slot >= 0:
-            _insert(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
+            insert_record(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
 
 
-# Both read what depends on nothing ahead of the wait.
 @triton.jit
 def _query(x, norm, out, eps, Q: tl.constexpr, Q_PADDED: tl.constexpr):
+    """Reads what depends on nothing ahead of the wait, as the latent's program does."""
     column = tl.arange(0, Q_PADDED)
     inside = column < Q
     weight = tl.load(norm + column, inside, other=0.0).to(tl.float32)
@@ -59,18 +62,26 @@ def _query(x, norm, out, eps, Q: tl.constexpr, Q_PADDED: tl.constexpr):
 
 
 @triton.jit
-def _latent(x, norm, eps):
-    """The normed latent [8, 64] as float32."""
-    column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(norm + column).to(tl.float32)
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-    latent = tl.load(x + column).to(tl.float32)
+def _latent_columns():
+    return tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def latent_weight(norm):
+    """The latent's norm weight, [8, 64] float32."""
+    return tl.load(norm + _latent_columns()).to(tl.float32)
+
+
+@triton.jit
+def normed_latent(x, weight, eps):
+    """The normed latent [8, 64], bfloat16's numbers as float32."""
+    # Past the first-level cache, for those that read it before a wait of their own.
+    latent = tl.load(x + _latent_columns(), cache_modifier=".cg").to(tl.float32)
     return _normed(latent, weight, tl.sum(latent * latent), eps, WIDTH).to(tl.float32)
 
 
 @triton.jit
-def _insert(latent, cos, sin, page, state, log2):
+def insert_record(latent, cos, sin, page, state, log2):
     """Stores a latent [8, 64] float32 as record `state` of a page; see `reference.insert_kv`."""
     block = tl.arange(0, BLOCKS)
     # The smallest power of two that brings a block within FP8's 448: a ceiling of a logarithm, taken from the bits.

@@ -9,6 +9,9 @@ Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that 
 program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
 warps share the columns and add up at the end.
 
+With NORM, rows are RMS-normed on the way: x is multiplied by the norm's weight, the squares of x are summed up beside
+the outputs, and each output is multiplied by its row's factor in the end.
+
 Weights are prepared (see `attention.prepared`) as the fragments of mma.m16n8k16, 16 bytes a lane for a tile's 32
 columns. Within those, a lane's columns are neighbours in x, which a sum over columns is free to choose.
 """
@@ -60,10 +63,29 @@ def _widen(word):
 
 
 @gluon.jit
+def _product(a, b):
+    """Pairs of bfloat16, multiplied."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _squares(x, c, lanes: gl.constexpr):
+    """Adds the squares of a block of x to four sums, which lie as a tile's outputs do: those of ones as weights.
+    Squares are rounded to bfloat16, either way alike."""
+    ones = gl.full(x[0].shape, 0x3F803F80, gl.int32, lanes)
+    c0, c1, c2, c3 = mma_bfloat16(
+        ones, ones, ones, ones, _product(x[0], x[0]), _product(x[1], x[1]), c[0], c[1], c[2], c[3]
+    )
+    return mma_bfloat16(ones, ones, ones, ones, _product(x[2], x[2]), _product(x[3], x[3]), c0, c1, c2, c3)
+
+
+@gluon.jit
 def _block(weight, x, scale, c, WARPS: gl.constexpr, lanes: gl.constexpr):
     """Adds 32 columns to the four sums of a tile: two multiplications, and their scale."""
     w0, w1, w2, w3 = four_words(weight, WARPS, lanes)
-    x0, x1, x2, x3 = four_words(x, WARPS, lanes)
+    x0, x1, x2, x3 = x
     zero = gl.zeros((WARPS, 32), gl.float32, lanes)
     a0, a2 = _widen(w0)
     a1, a3 = _widen(w1)
@@ -75,13 +97,15 @@ def _block(weight, x, scale, c, WARPS: gl.constexpr, lanes: gl.constexpr):
     return c[0] + p0 * factor, c[1] + p1 * factor, c[2] + p2 * factor, c[3] + p3 * factor
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "eps"])
 def projection_kernel(
     x,
     weights,
     scales,
     y,
     rows,
+    norm,
+    eps,
     N: gl.constexpr,
     K: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -93,11 +117,14 @@ def projection_kernel(
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
+    STRIDE: gl.constexpr,
+    NORM: gl.constexpr,
 ):
-    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs; weights: [N / 16, K / 32, 32, 4]
-    int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of
-    group g read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES,
-    and AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input."""
+    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
+    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
+    read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
+    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows
+    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.
@@ -122,11 +149,13 @@ def projection_kernel(
     own_scales = scales + flat_tile // 2 * BLOCKS + flat_start + gl.zeros((WARPS, 32), gl.int32, lanes)
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
     row = gl.minimum(lane // 4, rows - 1)
-    own_x = x + (row * GROUPS + tile // (N // 16 // GROUPS)) * (K // 2) + start * 16 + lane % 4 * 4 + word
+    own_x = x + row * STRIDE + tile // (N // 16 // GROUPS) * (K // 2) + start * 16 + lane % 4 * 4 + word
+    own_norm = norm + start * 16 + lane % 4 * 4 + word + gl.zeros((WARPS, 32, 4), gl.int32, vectors)
     none = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = ()
     for _ in gl.static_range(TILES):
         sums = sums + ((none, none, none, none),)  # type: ignore[assignment]  # noqa: RUF005
+    squares = (none, none, none, none)
     for chunk in gl.static_range(CHUNKS):
         for stage in gl.static_range(STAGES):
             for i in gl.static_range(PER_WARP * stage // STAGES, PER_WARP * (stage + 1) // STAGES):
@@ -138,6 +167,10 @@ def projection_kernel(
         for i in gl.static_range(PER_WARP):
             for j in gl.static_range(TILES // PAIR):
                 factors = factors + (gl.load(own_scales + j * BLOCKS + chunk * PER_WARP + i),)  # type: ignore[assignment]  # noqa: RUF005
+        norms = ()
+        if NORM:
+            for i in gl.static_range(PER_WARP):
+                norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             _wait()
             if not EARLY:
@@ -154,15 +187,32 @@ def projection_kernel(
                 if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
                     inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
                 factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
+                if number % TILES == 0:
+                    own = four_words(inputs[number // TILES], WARPS, lanes)
+                    if NORM:
+                        squares = _squares(own, squares, lanes)
+                        by = four_words(norms[number // TILES], WARPS, lanes)
+                        own = (
+                            _product(own[0], by[0]),
+                            _product(own[1], by[1]),
+                            _product(own[2], by[2]),
+                            _product(own[3], by[3]),
+                        )
                 # The tile that is due comes first.
-                sums = sums[1:] + (_block(weight, inputs[number // TILES], factor, sums[0], WARPS, lanes),)  # noqa: RUF005
-    _store(y, sums, first, rows, N, TILE_WARPS, TILES, K_WARPS)
+                sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
+    if NORM:
+        sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
+    _store(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
 
 
 @gluon.jit
-def _store(y, sums, first, rows, N: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr):
+def _store(
+    y, sums, first, rows, eps, N: gl.constexpr, K: gl.constexpr,
+    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
     """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
-    2 (lane mod 4) and the next."""
+    2 (lane mod 4) and the next. NORM: behind the tiles' are the rows' squares."""
+    SUMS: gl.constexpr = TILES + NORM
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     WIDTH: gl.constexpr = TILE_WARPS * 128
     # Four lanes add up an output. The four rows that they read at once are swizzled into different banks.
@@ -170,14 +220,19 @@ def _store(y, sums, first, rows, N: gl.constexpr, TILE_WARPS: gl.constexpr, TILE
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, SHARE, [1, 0])
     quads: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [K_WARPS, TILE_WARPS], [1, 0])
     across: gl.constexpr = gl.BlockedLayout([1, 1], [SHARE, 32 // SHARE], [1, WARPS], [1, 0])
-    partial = gl.allocate_shared_memory(gl.float32, [TILES, K_WARPS, WIDTH], shared)
-    for j in gl.static_range(TILES):
+    partial = gl.allocate_shared_memory(gl.float32, [SUMS, K_WARPS, WIDTH], shared)
+    for j in gl.static_range(SUMS):
         c = sums[j]
         four = gl.reshape(gl.join(gl.join(c[0], c[2]), gl.join(c[1], c[3])), (K_WARPS, WIDTH))
         partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
     row = place // 4 % 4 * 2 + place % 2
     output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
+    if NORM:
+        square = gl.sum(partial.index(TILES).load(across), 0)
+        scale = gl.rsqrt(square / K + eps)
     for j in gl.static_range(TILES):
-        total = gl.sum(partial.index(j).load(across), 0).to(gl.bfloat16)
-        gl.store(y + row * N + output + j * 16, total, row < rows)
+        total = gl.sum(partial.index(j).load(across), 0)
+        if NORM:
+            total = total * scale
+        gl.store(y + row * N + output + j * 16, total.to(gl.bfloat16), row < rows)

@@ -9,6 +9,8 @@ Records are 584 bytes (see `attention.reference`); one of 512 columns is eight b
 import triton
 import triton.language as tl
 
+from specialized_decode.attention.kernels.norm_insert import insert_record, latent_weight, normed_latent
+
 BLOCK = tl.constexpr(64)
 HALF = tl.constexpr(32)
 DATA, SCALES = tl.constexpr(576), tl.constexpr(8)
@@ -56,18 +58,21 @@ def dequantized(word, scale):
 
 @triton.jit
 def _records(
-    window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile,
+    window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile, new,
     window_log2, log2, KEYS: tl.constexpr, WINDOW: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """A tile's keys: where each record lies, its eight scale bytes, and whether there is one. The cache is chosen by
-    numbers, not by a branch, through which the compiler would forget how addresses are aligned."""
+    """A tile's keys: where each record and its eight scale bytes lie, whether there is one, and whether it is not or is
+    among the window's `new` last ones. The cache is chosen by numbers, not by a branch, through which the compiler
+    would forget how addresses are aligned."""
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     base, table, count = window_cache.to(tl.int64), window_slots.to(tl.int64), WINDOW
+    oldest = WINDOW - new
     if TOPK > 0:
         window = tile < WINDOW_TILES
         base, table = tl.where(window, base, cache.to(tl.int64)), tl.where(window, table, selected_slots.to(tl.int64))
         count, log2 = tl.where(window, count, TOPK), tl.where(window, window_log2, log2)
         stride, tile = tl.where(window, window_stride, stride), tl.where(window, tile, tile - WINDOW_TILES)
+        oldest = tl.where(window, oldest, TOPK)
     else:
         stride, log2 = window_stride, window_log2
     column = tile * KEYS + tl.arange(0, KEYS)
@@ -77,9 +82,15 @@ def _records(
     states = 1 << log2
     state = slots & (states - 1)
     page = tl.multiple_of(base.to(tl.pointer_type(tl.uint8)), 16) + (slots >> log2) * stride
-    scales = tl.load((page + states * DATA + state * SCALES).to(tl.pointer_type(tl.int64)), valid, other=0)
-    # The last byte is no scale.
-    return (page + state * DATA).to(tl.pointer_type(tl.int32)), scales & 0xFFFFFFFFFFFFFF, valid
+    scales = (page + states * DATA + state * SCALES).to(tl.pointer_type(tl.int64))
+    data = (page + state * DATA).to(tl.pointer_type(tl.int32))
+    return data, scales, valid, valid & (column < oldest), valid & (column >= oldest)
+
+
+@triton.jit
+def _scales(place, valid):
+    """The last byte is no scale."""
+    return tl.load(place, valid, other=0) & 0xFFFFFFFFFFFFFF
 
 
 @triton.jit
@@ -106,20 +117,76 @@ def _rotated(words):
 
 
 @triton.jit
-def _keys(data, scales, valid, zero):
+def _all_words(data, valid):
+    """A tile's records, in four parts of 32 words (the last 16 are 0) and the 32 of the rotated columns."""
+    return (
+        _words(data, valid, 0, PART, CODES),
+        _words(data, valid, PART, PART, CODES),
+        _words(data, valid, 2 * PART, PART, CODES),
+        _words(data, valid, 3 * PART, PART, CODES),
+        _words(data, valid, CODES, PART, CODES + PART),
+    )
+
+
+@triton.jit
+def _keys(words, scales, zero):
     """All columns of a tile's keys, in four parts of 128 (the last 64 are 0) and the 64 rotated ones. All of it is
     asked for before any of it is looked at: the first number needs the last load, as far as the compiler can tell."""
-    a, b = _words(data, valid, 0, PART, CODES), _words(data, valid, PART, PART, CODES)
-    c, d = _words(data, valid, 2 * PART, PART, CODES), _words(data, valid, 3 * PART, PART, CODES)
-    tail = _words(data, valid, CODES, PART, CODES + PART)
-    held = (a ^ b ^ c ^ d ^ tail) & zero
+    held = (words[0] ^ words[1] ^ words[2] ^ words[3] ^ words[4]) & zero
     return (
-        _quantized(a | held, scales, 0),
-        _quantized(b | held, scales, PART),
-        _quantized(c | held, scales, 2 * PART),
-        _quantized(d | held, scales, 3 * PART),
-        _rotated(tail | held),
+        _quantized(words[0] | held, scales, 0),
+        _quantized(words[1] | held, scales, PART),
+        _quantized(words[2] | held, scales, 2 * PART),
+        _quantized(words[3] | held, scales, 3 * PART),
+        _rotated(words[4] | held),
     )
+
+
+@triton.jit
+def _over(words, data, fresh, first, N: tl.constexpr, END: tl.constexpr):
+    """Those words of a tile with the fresh keys' read again."""
+    word = tl.arange(0, N) + first
+    return tl.load(data[:, None] + word[None, :], fresh[:, None] & (word[None, :] < END), other=words)
+
+
+@triton.jit
+def _all_over(words, data, fresh):
+    """As `_all_words`."""
+    return (
+        _over(words[0], data, fresh, 0, PART, CODES),
+        _over(words[1], data, fresh, PART, PART, CODES),
+        _over(words[2], data, fresh, 2 * PART, PART, CODES),
+        _over(words[3], data, fresh, 3 * PART, PART, CODES),
+        _over(words[4], data, fresh, CODES, PART, CODES + PART),
+    )
+
+
+@triton.jit
+def _new_rows(token_to_req, slot_mapping, row, ROWS: tl.constexpr):
+    """The rows of this one's request up to it, whose records this step brings: this one and those just before it; 0 for
+    a padding row."""
+    other = tl.arange(0, ROWS)
+    request = tl.load(token_to_req + other, other <= row, other=-1)
+    live = tl.load(slot_mapping + other, other <= row, other=-1) >= 0
+    same = live & (request == tl.load(token_to_req + row))
+    return tl.where(tl.load(slot_mapping + row) >= 0, tl.sum(same.to(tl.int32), 0), 0)
+
+
+@triton.jit
+def _insert(
+    latents, latent_stride, kv_norm, eps, positions, cos_sin, slot_mapping, cache, stride, log2, row, new
+):  # fmt: skip
+    """Stores the records of `row` and of the rows just before it, `new` in all, in the window's cache, where this
+    program finds them afterwards. Programs that share a record store the same bytes."""
+    for i in range(new):
+        own = row - i
+        slot = tl.load(slot_mapping + own)
+        weight = latent_weight(kv_norm)
+        turn = cos_sin + tl.load(positions + own) * BLOCK
+        latent = normed_latent(latents + own * latent_stride, weight, eps)
+        cos, sin = tl.load(turn + tl.arange(0, HALF)), tl.load(turn + HALF + tl.arange(0, HALF))
+        insert_record(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -206,13 +273,13 @@ def _store(out, at, inside, result, column):
 
 @triton.jit
 def _store_rotated(out, at, inside, result, cos, sin):
-    """The last columns [64, heads] float32, turned back."""
+    """The last columns [64, heads] float32, turned back, of heads inside."""
     column = tl.arange(0, BLOCK) + QUANTIZED
     tl.store(out + at[:, None] + column[None, :], _turned(tl.trans(result), cos, -sin).to(tl.bfloat16), inside[:, None])
 
 
 # One kernel for every layer of a step.
-@triton.jit(do_not_specialize=["heads", "window_log2", "log2", "zero"])
+@triton.jit(do_not_specialize=["heads", "window_log2", "log2", "zero", "eps"])
 def sparse_mla_kernel(
     q,
     positions,
@@ -233,24 +300,33 @@ def sparse_mla_kernel(
     window_log2,
     log2,
     zero,
+    latents,
+    latent_stride,
+    kv_norm,
+    eps,
+    token_to_req,
+    slot_mapping,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     TOPK: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
     SLICES: tl.constexpr,
     SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
+    INSERT: tl.constexpr,
 ):
     """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
     int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
     logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
-    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES + 64, GROUP] and statistics:
-    [programs, 2, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards. GROUP: a power
-    of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were written by launches
-    before the preceding one. EARLY: the next launch may start beside this one."""
+    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 or float16 and
+    statistics: [programs, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards.
+    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were
+    written by launches before the preceding one. EARLY: the next launch may start beside this one. INSERT: none, or at
+    least as many as there are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a
+    launch before the preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the window's cache
+    at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
     COLUMNS: tl.constexpr = WIDTH // SLICES
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     ALL_TILES: tl.constexpr = WINDOW_TILES + (TOPK + KEYS - 1) // KEYS
@@ -267,11 +343,27 @@ def sparse_mla_kernel(
     sink = tl.load(sinks + head, inside, other=0.0) * LOG2_E
     if not SETTLED:
         tl.extra.cuda.gdc_wait()
-    data, scales, valid = _records(
-        window_cache, window_stride, window_slots, cache, stride, selected_slots, row, first,
+    new = 0
+    if INSERT > 0:
+        new = _new_rows(token_to_req, slot_mapping, row, INSERT)
+        ours = (first < WINDOW_TILES) & ((first + TILES) * KEYS > WINDOW - new)
+        new = tl.where(ours, new, 0)
+    data, place, valid, old, fresh = _records(
+        window_cache, window_stride, window_slots, cache, stride, selected_slots, row, first, new,
         window_log2, log2, KEYS, WINDOW, TOPK,
     )  # fmt: skip
-    keys = _keys(data, scales, valid, zero)
+    if INSERT > 0:
+        # Old records are on their way meanwhile.
+        words = _all_words(data, old)
+        _insert(
+            latents, latent_stride, kv_norm, eps, positions, cos_sin, slot_mapping, window_cache, window_stride,
+            window_log2, row, new,
+        )  # fmt: skip
+        words = _all_over(words, data, fresh)
+        scales = _scales(place, valid)
+    else:
+        scales, words = _scales(place, valid), _all_words(data, valid)
+    keys = _keys(words, scales, zero)
     if SETTLED:
         tl.extra.cuda.gdc_wait()
     if EARLY:
@@ -288,11 +380,12 @@ def sparse_mla_kernel(
     sums = _add(_no_sums(GROUP, SLICES), kept, keys, data, scales, valid, weights, part, SLICES)
     if TILES > 1:
         for tile in range(first + 1, tl.minimum(first + TILES, ALL_TILES)):
-            data, scales, valid = _records(
-                window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile,
+            data, place, valid, _, _ = _records(
+                window_cache, window_stride, window_slots, cache, stride, selected_slots, row, tile, 0,
                 window_log2, log2, KEYS, WINDOW, TOPK,
             )  # fmt: skip
-            keys = _keys(data, scales, valid, zero)
+            scales = _scales(place, valid)
+            keys = _keys(_all_words(data, valid), scales, zero)
             weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
             sums = _add(sums, kept, keys, data, scales, valid, weights, part, SLICES)
     N: tl.constexpr = COLUMNS if COLUMNS < 4 * PART else 4 * PART
@@ -308,49 +401,82 @@ def sparse_mla_kernel(
     else:
         own = (row * tl.num_programs(1) + tl.program_id(1)) * SPLITS
         local = tl.arange(0, GROUP)
-        # Sums of the slice's columns, and behind the last slice's those of the rotated ones.
-        place = partial + (own + split) * ((COLUMNS + BLOCK) * GROUP) + local[None, :]
+        # Averages of the slice's columns, of which the rotated ones are the last slice's last.
+        inverse = (1 / tl.maximum(total, TINY))[None, :]
+        place = partial + (own + split) * (COLUMNS * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
-            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, sums[i])
+            average = (sums[i] * inverse).to(partial.dtype.element_ty)
+            quantized = (column + i * N < QUANTIZED)[:, None]
+            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, average, quantized & (local >= 0)[None, :])
         if part == SLICES - 1:
-            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS)[:, None] * GROUP, sums[COLUMNS // N])
-        tl.store(statistics + (own + split) * 2 * GROUP + local, peak)
-        tl.store(statistics + ((own + split) * 2 + 1) * GROUP + local, total)
+            rotated = (sums[COLUMNS // N] * inverse).to(partial.dtype.element_ty)
+            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None] * GROUP, rotated)
+        tl.store(statistics + (own + split) * GROUP + local, tl.maximum(peak + tl.log2(total), LOWEST))
         tl.debug_barrier()
         if tl.atomic_add(arrived + own // SPLITS, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(arrived + own // SPLITS, 0)
-            highest, total = _all_weights(statistics, own, sink, GROUP, SPLITS, SPLITS_PADDED)
-            for i in tl.static_range(COLUMNS // N):
-                result = _all_sums(partial, statistics, own, highest, total, i * N, N, GROUP, SPLITS, COLUMNS)
-                _store(out, at, inside, result, column + i * N)
-            if part == SLICES - 1:
-                rotated = _all_sums(partial, statistics, own, highest, total, COLUMNS, BLOCK, GROUP, SPLITS, COLUMNS)
-                _store_rotated(out, at, inside, rotated, cos, sin)
+            rotates = part == SLICES - 1
+            # All that one trip to the second-level cache can bring.
+            sizes = _sizes(statistics + own * GROUP, GROUP, SPLITS)
+            averages = _averages(partial, own, COLUMNS - BLOCK, GROUP, SPLITS, COLUMNS)
+            shares = _shares(sizes, sink, SPLITS)
+            mixed, chunk = _mixed(averages, shares, SPLITS), part * COLUMNS + tl.arange(0, BLOCK)
+            # A turn by nothing, where there is none to make.
+            turned = _turned(tl.trans(mixed), tl.where(rotates, cos, 1.0), tl.where(rotates, -sin, 0.0))
+            tl.store(out + at[:, None] + (chunk + COLUMNS - BLOCK)[None, :], turned.to(tl.bfloat16), inside[:, None])
+            for i in tl.static_range(COLUMNS // BLOCK - 1):
+                mixed = _mixed(_averages(partial, own, i * BLOCK, GROUP, SPLITS, COLUMNS), shares, SPLITS)
+                result = tl.trans(mixed).to(tl.bfloat16)
+                tl.store(out + at[:, None] + (chunk + i * BLOCK)[None, :], result, inside[:, None])
 
 
-# What other programs left is read past the first-level cache, which may hold what has been replaced since.
+# What other programs left is read past the first-level cache, which may hold what has been replaced since. A thread
+# reads the sizes of the heads that it adds up: they are few, and it need not wait for another.
 @triton.jit
-def _all_weights(statistics, own, sink, GROUP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr):
-    """The peak and the total of all splits and the sink, [heads]."""
-    split = tl.arange(0, SPLITS_PADDED)[:, None]
-    seen = statistics + (own + split) * 2 * GROUP + tl.arange(0, GROUP)[None, :]
-    peaks = tl.load(seen, split < SPLITS, other=LOWEST, cache_modifier=".cg")
-    totals = tl.load(seen + GROUP, split < SPLITS, other=0.0, cache_modifier=".cg")
-    highest = tl.maximum(tl.max(peaks, 0), sink)
-    total = tl.sum(totals * tl.exp2(peaks - highest[None, :]), 0) + tl.exp2(sink - highest)
-    return highest, tl.maximum(total, TINY)
-
-
-@triton.jit
-def _all_sums(
-    partial, statistics, own, highest, total, first,
-    N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Adds up N columns of all splits, in their order whoever comes last; [N, heads] float32."""
-    local = tl.arange(0, GROUP)
-    place = partial + own * ((COLUMNS + BLOCK) * GROUP) + (tl.arange(0, N) + first)[:, None] * GROUP + local[None, :]
-    result = tl.zeros((N, GROUP), tl.float32)
+def _sizes(place, GROUP: tl.constexpr, SPLITS: tl.constexpr):
+    """The binary logarithms of the splits' totals, [heads] each."""
+    sizes = ()
     for s in tl.static_range(SPLITS):
-        kept = tl.exp2(tl.load(statistics + (own + s) * 2 * GROUP + local, cache_modifier=".cg") - highest)
-        result += tl.load(place + s * ((COLUMNS + BLOCK) * GROUP), cache_modifier=".cg") * kept[None, :]
-    return result / total[None, :]
+        size = tl.load(place + s * GROUP + tl.arange(0, GROUP), cache_modifier=".cg")
+        sizes = sizes + (size,)  # type: ignore[assignment]  # noqa: RUF005
+    return sizes
+
+
+@triton.jit
+def _shares(sizes, sink, SPLITS: tl.constexpr):
+    """What each split's average counts for, [heads] each."""
+    highest = sink
+    for s in tl.static_range(SPLITS):
+        highest = tl.maximum(highest, sizes[s])
+    total, shares = tl.exp2(sink - highest), ()
+    for s in tl.static_range(SPLITS):
+        share = tl.exp2(sizes[s] - highest)
+        # A split without keys counts for nothing, even where there is nothing else.
+        share = tl.where(sizes[s] > LOWEST, share, 0.0)
+        total += share
+        shares = shares + (share,)  # type: ignore[assignment]  # noqa: RUF005
+    inverse, parts = 1 / tl.maximum(total, TINY), ()
+    for s in tl.static_range(SPLITS):
+        parts = parts + (shares[s] * inverse,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def _averages(partial, own, first, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """64 of the slice's columns of all splits, [64, heads] each."""
+    column, local = tl.arange(0, BLOCK)[:, None] + first, tl.arange(0, GROUP)[None, :]
+    place = partial + own * (COLUMNS * GROUP) + column * GROUP + local
+    averages = ()
+    for s in tl.static_range(SPLITS):
+        average = tl.load(place + s * (COLUMNS * GROUP), cache_modifier=".cg")
+        averages = averages + (average,)  # type: ignore[assignment]  # noqa: RUF005
+    return averages
+
+
+@triton.jit
+def _mixed(averages, shares, SPLITS: tl.constexpr):
+    """The splits' averages by their shares, added up in their order whoever comes last; [64, heads] float32."""
+    result = averages[0].to(tl.float32) * shares[0][None, :]
+    for s in tl.static_range(1, SPLITS):
+        result += averages[s].to(tl.float32) * shares[s][None, :]
+    return result

@@ -1,10 +1,12 @@
 """CandidateOverlap: forked or expanded in place, the same flags; and its order in an emulated capture."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import CandidateOverlap
+from specialized_decode.attention import CandidateOverlap, reference
 from specialized_decode.backbone.graphs import CaptureError, EmulatedDevice, EmulatedStream, capture
 from tests.helpers.step_gates import ForgetfulStream, Gates
 
@@ -136,3 +138,38 @@ def test_a_fork_that_no_consumer_joins_ends_no_capture() -> None:
     overlap.warm(4)
     with pytest.raises(CaptureError, match="unjoined work on candidates"):
         capture(device, lambda: overlap.fork(_blocks(4), WIDTH, Gates(4)))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
+    """Beside what follows where the step may fork; the blocks and the flags are the reference's, for all consumers."""
+    generator = torch.Generator().manual_seed(rows)
+    closed = torch.randint(1, WIDTH + 1, (rows,), generator=generator)
+    scores = torch.randn(rows, WIDTH, generator=generator)
+    scores = scores.masked_fill(torch.arange(WIDTH) >= closed.unsqueeze(1), float("-inf"))
+    _, overlap = _overlap()
+    if warm:
+        overlap.warm(rows)
+    blocks = torch.full((rows, COUNT), 77, dtype=torch.int32)
+    overlap.choose(scores, closed, blocks, Gates(rows))
+    assert overlap.stream.pending == warm
+    flags = overlap.join(blocks, WIDTH)
+    assert torch.equal(blocks, reference.candidate_blocks(scores, closed, SIZE, COUNT))
+    assert flags.tolist() == _flags(blocks) and overlap.join(blocks, WIDTH) is flags
+    assert not overlap.stream.pending
+
+
+def test_what_another_stream_reads_is_kept() -> None:
+    """Until the step is over, or the memory would serve what the caller's stream makes meanwhile."""
+    _, overlap = _overlap()
+    overlap.warm(2)
+    scores, closed = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH])
+    given = [weakref.ref(tensor) for tensor in (scores, closed)]
+    overlap.choose(scores, closed, torch.empty(2, COUNT, dtype=torch.int32), Gates(2))
+    del scores, closed
+    assert all(held() is not None for held in given)
+    overlap.stream.join()
+    assert all(held() is not None for held in given)
+    overlap.reset()
+    assert all(held() is None for held in given)

@@ -15,6 +15,8 @@ from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
 MAX_ROWS = 384
+# Beyond those whose records a launch stores itself.
+WARMED_ROWS = 16
 RAGGED = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192)
 HEADS = (8, 16, 32, 64)
 Make = Callable[[Shape], FusedSparseMla]
@@ -52,7 +54,7 @@ def test_rows(kernels: Make, rows: int) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0, 2])
-@pytest.mark.parametrize("rows", [1, 13, 40])
+@pytest.mark.parametrize("rows", [1, 13])
 @pytest.mark.parametrize("heads", HEADS)
 def test_heads(kernels: Make, heads: int, rows: int, ratio: int) -> None:
     shape = Shape(heads=heads, ratio=ratio, states=32 if ratio == 2 else 64)
@@ -85,6 +87,41 @@ def test_drafts(kernels: Make) -> None:
 def test_small_widths(kernels: Make) -> None:
     case = MlaCase(Shape(heads=4, window=48, topk=16), (1, 47, 48, 49, 0, 96), 4, DEVICE)
     assert_as_good(run(kernels(case.shape), case), case)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_attention_that_inserts(kernels: Make, rows: int, ratio: int) -> None:
+    """The chosen cut and some of the others: the same records as a launch of their own stores, and as good."""
+    some = (700, 129, 0, 1, 8192, 130, 513, 2)[:rows]
+    case = MlaCase(Shape(ratio=ratio), some, rows, DEVICE)
+    cuts = [cut for cut in tuning.candidates(rows, 16, 128, 512 if ratio else 0) if cut.inserts]
+    # Each is compiled for itself.
+    inserted(kernels(case.shape), case, cuts[::9])
+
+
+@pytest.mark.parametrize("contexts", [(700,), (130,), (3,), (8192, 0)])
+def test_attention_that_inserts_drafts(kernels: Make, contexts: tuple[int, ...]) -> None:
+    """Rows of one request read each other's records."""
+    case = MlaCase(Shape(count=4), contexts, 5, DEVICE)
+    inserted(kernels(case.shape), case, [tuning.sparse_mla(case.rows, 16, 128, 512)])
+
+
+def inserted(fused: FusedSparseMla, case: MlaCase, cuts: list[tuning.SparseMla]) -> None:
+    """Runs each cut with the insert inside, from a cache without the step's records."""
+    window, selected = case.tables(FusedTables())
+    before = case.window_cache.clone()
+    fused.norm_insert(case.attn, case.projected, case.positions, case.window)
+    after = case.window_cache.clone()
+    for cut in cuts:
+        if not cut.inserts:
+            continue
+        case.window_cache.copy_(before)
+        latents = case.projected[:, case.shape.q_rank :]
+        with poisoned():
+            out = fused(case.attn, case.q, case.positions, window, selected, True, cut, latents, case.window)
+        assert same_bits(case.window_cache, after), f"{cut}: other records"
+        assert_as_good(out, case)
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (2, 2), (3, 4), (4, 8), (10, 1)])
@@ -185,13 +222,13 @@ def test_warm_up_compiles_all(kernels: Make) -> None:
     """No launch of a step compiles after it."""
     shape = Shape(heads=4, window=48, topk=16, q_rank=64)
     case = MlaCase(shape, (40, 3, 0), 1, DEVICE)
-    fused = FusedSparseMla(4, 48, 16, MAX_ROWS, DEVICE)
+    fused = FusedSparseMla(4, 48, 16, WARMED_ROWS, DEVICE)
     fused.warm(case.attn)
     from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
 
     caches = sparse_mla_kernel.device_caches[torch.cuda.current_device()][0]
     before = len(caches)
-    for rows in range(1, MAX_ROWS + 1):
+    for rows in range(1, WARMED_ROWS + 1):
         case = MlaCase(shape, (40,) * rows, 1, DEVICE)
         window, selected = case.tables(FusedTables())
         assert selected is not None

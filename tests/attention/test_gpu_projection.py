@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import projection_tuning as tuning
-from specialized_decode.attention.fused import MAX_ROWS, FusedLinear, project_fp8
+from specialized_decode.attention import reference as attention_reference
+from specialized_decode.attention.fused import MAX_ROWS, FusedLinear, NormedLinear, project_fp8
 from specialized_decode.attention.prepared import prepare_fp8
 from specialized_decode.backbone.linear import Linear
 from specialized_decode.boundary import reference
 from tests.attention.shapes import SHAPES
+from tests.helpers.poisoned import poisoned
 
 DEVICE = torch.device("cuda")
 
@@ -29,11 +31,8 @@ def test_values(n: int, k: int, groups: int, rows: int) -> None:
     x = padded[:rows]
     size = torch.exp2(torch.randint(-8, 8, (rows, 1), generator=generator, device=DEVICE).float())
     x.copy_((torch.randn(rows, groups * k, generator=generator, device=DEVICE) * size).bfloat16())
-    torch.use_deterministic_algorithms(True)  # Fresh tensors hold NaN.
-    try:
+    with poisoned():
         found = project_fp8(x, prepare_fp8(weight, scale), groups)
-    finally:
-        torch.use_deterministic_algorithms(False)
     full = reference.dequantize(weight, scale)
     parts = zip(x.chunk(groups, 1), full.chunk(groups), strict=True)
     exact = torch.cat([part.double() @ own.double().T for part, own in parts], 1)
@@ -129,6 +128,28 @@ def test_a_layer_that_stores_where_it_is_told(n: int, k: int, groups: int, early
     assert torch.equal(out[:3], project_fp8(x, prepare_fp8(weight, scale), groups)) and out[3].isnan().all()
     with pytest.raises(ValueError, match=rf"expected contiguous bfloat16 \[3, {n}\]"):
         layer(x, out)
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize(("n", "k"), [(8192, 1280), (4096, 1280), (32768, 1280), (2048, 32)])
+def test_a_layer_that_norms(n: int, k: int, rows: int) -> None:
+    """Columns of a wider tensor, whose others and whose further rows hold NaN; as good as with the norm apart."""
+    generator = torch.Generator(DEVICE).manual_seed(n + rows)
+    weight = torch.randn(n, k, generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, device=DEVICE, dtype=torch.uint8)
+    norm = (1 + 0.2 * torch.randn(k, generator=generator, device=DEVICE)).bfloat16()
+    wide = torch.full((MAX_ROWS + 1, k + 512), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    x = wide[:rows, :k]
+    size = torch.exp2(torch.randint(-8, 8, (rows, 1), generator=generator, device=DEVICE).float())
+    x.copy_((torch.randn(rows, k, generator=generator, device=DEVICE) * size).bfloat16())
+    layer, full = NormedLinear(Linear(weight, scale), 512), reference.dequantize(weight, scale).double()
+    exact = torch.nn.functional.rms_norm(x.double(), (k,), norm.double(), 1e-20) @ full.T
+    apart = layer(attention_reference.rms_norm(x, norm, 1e-20).contiguous())
+    found = layer.normed(x, norm, 1e-20)
+    ours, theirs = (found.double() - exact).norm(), (apart.double() - exact).norm()
+    assert ours <= 1.1 * theirs, f"found an error of {ours:g}, with the norm apart it is {theirs:g}"
+    with pytest.raises(ValueError, match=r"projection: norm: found torch.float32"):
+        layer.normed(x, norm.float(), 1e-20)
 
 
 def test_other_inputs_are_refused() -> None:

@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode, reference
+from specialized_decode.attention import (
+    AttentionStep,
+    CandidateOverlap,
+    SparseIndexTables,
+    SparseMlaDecode,
+    index_tuning,
+    reference,
+)
 from specialized_decode.attention.fused import fused_projections
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.backbone.host import SingleRank
@@ -57,6 +65,7 @@ class Steps:
         self.all_reduce = BoundaryAllReduce(config.hidden_size, 384, SingleRank(), DEVICE)
         shape = config.num_attention_heads, config.sliding_window, config.index_topk
         fused = FusedSparseMla(*shape, 32, DEVICE) if kernels else None
+        bins = fused_bins(DEVICE)
         self.steps = {}
         for number, layer in world.layers.items():
             indexer = layer.indexer
@@ -71,6 +80,7 @@ class Steps:
                 aux=self.aux,
                 fused=fused,
                 projections=fused_projections(layer) if kernels else None,
+                index=FusedIndexer(layer, bins) if kernels and indexer is not None else None,
             )
 
     def run(self, inputs: dict[int, Tensor], positions: Tensor, gates: Gates, outputs: dict[int, Tensor]) -> None:
@@ -194,6 +204,15 @@ def test_rows(both: Both, rows: int) -> None:
 def test_nothing_beside(both: Both, rows: int) -> None:
     """With side projections on the critical path."""
     compare(both, [12, 11, 0, 5, -1, 10, 3, 9, 4][:rows], 50 + rows, overlap=False)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_indexer_elsewhere(both: Both, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside `wq_b` where it runs ahead of it, or ahead where it runs beside."""
+    monkeypatch.setattr(index_tuning, "BESIDE", not index_tuning.BESIDE)
+    captured = both._capture(rows, both.steps[True], Gates(rows, True, True, True))
+    monkeypatch.setitem(both.captured, (rows, True, True), captured)
+    compare(both, [12, 11, 0, 5, -1, 10, 3, 9][:rows], 70 + rows)
 
 
 def test_padding_only(both: Both) -> None:

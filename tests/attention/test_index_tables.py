@@ -167,3 +167,14 @@ def test_tables_are_int64_and_of_the_batchs_rows() -> None:
     ):
         assert table.shape == (5, width) and table.dtype == torch.int64
         assert np.all(table.numpy() < 16 * STATES)
+
+
+def test_a_table_that_is_kept_is_served_until_its_source_selects_again() -> None:
+    tables, meta, window, selection = SparseIndexTables(), _meta(1), _meta(2), _selection(0)
+    made = torch.full((5, TOPK), 7)
+    tables.keep(_attn(2), meta, made)
+    assert tables.built == 1
+    assert tables.selected(_attn(2, selection), meta, window) is made
+    assert tables.selected(_attn(4, selection), meta, window) is not made
+    tables.publish(2)
+    assert tables.selected(_attn(2, selection), meta, window).tolist() == _selected(meta, selection)

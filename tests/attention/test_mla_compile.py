@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specialized_decode.attention import mla_tuning as tuning
+from specialized_decode.attention.fused_mla import MAX_INSERTED
 from specialized_decode.attention.kernels.index_tables import slots_kernel
 from specialized_decode.attention.kernels.norm_insert import norm_insert_kernel
 from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
@@ -41,6 +42,12 @@ MLA = {
     "window_log2": "i32",
     "log2": "i32",
     "zero": "i32",
+    "latents": "*bf16",
+    "latent_stride": "i32",
+    "kv_norm": "*bf16",
+    "eps": "fp32",
+    "token_to_req": "*i32",
+    "slot_mapping": "*i64",
 }
 INSERT = {
     "projected": "*bf16",
@@ -75,21 +82,29 @@ class Variant:
     options: Mapping[str, Any]
 
 
-def mla(rows: int, heads: int, topk: int = TOPK, settled: bool = True) -> Variant:
+def mla(
+    rows: int,
+    heads: int,
+    topk: int = TOPK,
+    settled: bool = True,
+    insert: bool = False,
+    cut: tuning.SparseMla | None = None,
+) -> Variant:
     """As `FusedSparseMla` launches it."""
-    cut = tuning.sparse_mla(rows, heads, WINDOW, topk)
+    cut = cut or tuning.sparse_mla(rows, heads, WINDOW, topk)
     constants = {
-        "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": tuning.MLA_KEYS,
-        "TILES": cut.tiles, "SPLITS": cut.splits, "SPLITS_PADDED": 1 << (cut.splits - 1).bit_length(),
-        "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early,
+        "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": cut.keys, "TILES": cut.tiles, "SPLITS": cut.splits,
+        "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early, "INSERT": MAX_INSERTED if insert else 0,
     }  # fmt: skip
-    return Variant(sparse_mla_kernel, MLA, constants, {"num_warps": cut.warps, "num_stages": 1})
+    signature = {**MLA, "partial": "*fp16"} if cut.half else MLA
+    options = {"num_warps": cut.warps, "num_stages": 1, "enable_fp_fusion": not insert}
+    return Variant(sparse_mla_kernel, signature, constants, options)
 
 
 def variants() -> dict[str, Variant]:
-    insert = {"Q": Q_RANK, "Q_PADDED": 2048}
+    norms = {"Q": Q_RANK, "Q_PADDED": 2048}
     found = {
-        "norm and insert": Variant(norm_insert_kernel, INSERT, insert, {"num_warps": 4, "enable_fp_fusion": False}),
+        "norm and insert": Variant(norm_insert_kernel, INSERT, norms, {"num_warps": 4, "enable_fp_fusion": False}),
         "unsettled": mla(1, 16, settled=False),
         "unsettled, many rows": mla(384, 16, settled=False),
     }
@@ -102,10 +117,16 @@ def variants() -> dict[str, Variant]:
     wanted += [(rows, heads, TOPK) for heads in (32, 64) for rows in (1, 4, 8, 48, 384)]
     seen = set()
     for rows, heads, topk in wanted:
-        variant = mla(rows, heads, topk)
-        if (key := tuple(sorted(variant.constants.items()))) not in seen:
-            seen.add(key)
-            found[f"{heads} heads, {rows} rows, top-k {topk}"] = variant
+        few = rows <= MAX_INSERTED and tuning.sparse_mla(rows, heads, WINDOW, topk).inserts
+        for insert in (False, True) if few else (False,):
+            variant = mla(rows, heads, topk, insert=insert)
+            if (key := tuple(sorted(variant.constants.items()))) not in seen:
+                seen.add(key)
+                found[f"{heads} heads, {rows} rows, top-k {topk}" + ", insert" * insert] = variant
+    # Other threads, wider tiles and halves, which a benchmark tries.
+    for cut in tuning.candidates(8, 16, WINDOW, TOPK):
+        if cut.slices in (1, 2) and (cut.half or cut.warps == 8):
+            found[f"candidate {cut}"] = mla(8, 16, insert=cut.inserts, cut=cut)
     return found
 
 
@@ -120,7 +141,7 @@ def compiled(variant: Variant, architecture: int) -> Any:
     aligned = [
         name
         for name, kind in variant.signature.items()
-        if kind[0] == "*" or (name in ("stride", "window_stride") and kind == "i32")
+        if kind[0] == "*" or (name in ("stride", "window_stride", "latent_stride") and kind == "i32")
     ]
     source = ASTSource(
         fn=variant.kernel,
@@ -138,6 +159,8 @@ def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: py
     # A cache of its own, so that what is checked was compiled by this compiler.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     variant = VARIANTS[name]
+    if name.startswith("candidate") and architecture != 90:
+        pytest.skip("Hopper's benchmark tries it")
     kernel = compiled(variant, architecture)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
@@ -175,6 +198,17 @@ def test_records_are_read_ahead_of_the_wait(tmp_path: Path, monkeypatch: pytest.
     assert before[:first].count("ld.global.v4") >= 64 * 160 // 4 // 128
     assert "ld.global" not in before[first:] and "st.shared" in before[first:]
     assert "ld.global.v4" in behind and "wgmma" in behind and "wgmma" not in before
+
+
+def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are read and records stored ahead of the wait; behind it come queries, and no record but the values'."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    before, behind = compiled(mla(1, 16, insert=True), 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    store = before.index("st.global")
+    # The tile's old records are on their way first, and the new one's are read after they are stored.
+    assert before[:store].count("ld.global.v4") >= 64 * 160 // 4 // 128
+    assert before[store:].count("ld.global.v4") >= 64 * 160 // 4 // 128
+    assert "cvt.rn.satfinite.e4m3x2" in before and "cvt.rn.satfinite.e4m3x2" not in behind
 
 
 def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from specialized_decode.attention import reference
 from tests.helpers.mla_case import MlaCase, assert_as_good
-from tests.helpers.mla_interpreted import CASES, CHOSEN, STEPS, UNSETTLED, make, replayed, run_interpreted, world
+from tests.helpers.mla_interpreted import (
+    CASES,
+    CHOSEN,
+    INSERTED,
+    STEPS,
+    UNSETTLED,
+    make,
+    replayed,
+    run_interpreted,
+    world,
+)
 from tests.helpers.step_attention import KINDS, LAYERS
 from tests.helpers.step_mhc import same_bits
 
@@ -48,8 +58,10 @@ def test_attention(one: One) -> None:
         # As the plain ops, but for the rounding of weights.
         torch.testing.assert_close(out.float(), expected, rtol=0.04, atol=0.02)
     assert not found["arrived"].any(), "a counter is not zero again"
+    if "out wide" in found:
+        assert_as_good(found["out wide"], case)
     if name == UNSETTLED:
-        assert same_bits(found["unsettled"], found["out None"])
+        assert same_bits(found["unsettled"], found[f"out {CASES[name][2][-1]}"])
 
 
 def test_tables(one: One) -> None:
@@ -78,6 +90,16 @@ def test_norms_and_insert(one: One) -> None:
     slots = case.window.slot_mapping[live].unsqueeze(0)
     ours, theirs = (reference.read_kv(c, slots)[0] for c in (_strided(case, found["cache"]), case.window_cache))
     torch.testing.assert_close(ours, theirs, rtol=2.0**-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", INSERTED)
+def test_attention_that_inserts(found: Found, name: str) -> None:
+    """The same records and the same outputs as behind a launch that inserts."""
+    outputs = found[name]
+    assert same_bits(outputs["cache with the insert"], outputs["cache"])
+    assert same_bits(outputs["with the insert"], outputs["behind an insert"])
+    live = make(name).live
+    assert not live.any() or not same_bits(outputs["behind an insert"], outputs[f"out {CASES[name][2][0]}"])
 
 
 def _strided(case: MlaCase, contents: Tensor) -> Tensor:

@@ -28,13 +28,30 @@ def test_every_key_head_and_column_has_its_program(heads: int, window: int, topk
 
 
 def columns(cut: tuning.SparseMla) -> int:
-    return 512 // cut.slices + 64
+    return 512 // cut.slices
 
 
 def test_few_rows_fill_the_gpu_and_many_do_not_split() -> None:
     assert tuning.sparse_mla(1, 16, 128, 512).programs == 80
     assert tuning.sparse_mla(8, 16, 128, 512).programs * 8 == 160
     assert tuning.sparse_mla(384, 16, 128, 512).programs == 1
+
+
+def test_launches_that_insert() -> None:
+    """Those of a low-batch step at four and eight ranks; at two, those whose sums leave room for it."""
+    assert all(
+        tuning.sparse_mla(rows, heads, 128, n).inserts for rows in range(1, 9) for heads in (8, 16) for n in (0, 512)
+    )
+    assert [tuning.sparse_mla(rows, 32, 128, 512).inserts for rows in (1, 4, 8)] == [False, True, False]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 48])
+def test_candidates(rows: int) -> None:
+    found = tuning.candidates(rows, 16, 128, 512)
+    assert found[0] == tuning.sparse_mla(rows, 16, 128, 512) and len(found) == len({*found}) > 10
+    for cut in found:
+        tiles = tuning.key_tiles(128, 512, cut.keys)
+        assert (cut.splits - 1) * cut.tiles < tiles <= cut.splits * cut.tiles
 
 
 def test_tiles_of_both_caches() -> None:

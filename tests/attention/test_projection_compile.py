@@ -16,7 +16,15 @@ from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
 
 ARCHITECTURES = (90, 100, 103)
-SIGNATURE = {"x": "*i32", "weights": "*i32", "scales": "*u8", "y": "*bf16", "rows": "i32"}
+SIGNATURE = {
+    "x": "*i32",
+    "weights": "*i32",
+    "scales": "*u8",
+    "y": "*bf16",
+    "rows": "i32",
+    "norm": "*i32",
+    "eps": "fp32",
+}
 
 
 @pytest.mark.parametrize(("n", "k", "groups"), SHAPES)
@@ -46,13 +54,16 @@ def test_widths_that_do_not_divide() -> None:
         tuning.projection(32, 8224)
 
 
-def compiled(n: int, k: int, groups: int, launch: tuning.Projection, architecture: int) -> Any:
-    """The kernel of a launch."""
+def compiled(
+    n: int, k: int, groups: int, launch: tuning.Projection, architecture: int, stride: int | None = None
+) -> Any:
+    """The kernel of a launch. stride: of an input that it norms."""
     names = list(projection_kernel.arg_names)
+    values = constants(n, k, groups, launch, stride, stride is not None)
     source = GluonASTSource(
         fn=projection_kernel,
         signature={name: SIGNATURE.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants(n, k, groups, launch).items()},
+        constexprs={(names.index(name),): value for name, value in values.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in SIGNATURE.items() if kind[0] == "*"},
     )
     options = {"num_warps": launch.warps, "launch_pdl": True}
@@ -101,6 +112,30 @@ def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
     start = "griddepcontrol.launch_dependents"
     assert start not in before and start in behind
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_a_projection_that_norms(
+    heads: int, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wq_b`: no spills, and the norm's weight is there before the input is."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    n, k = heads * 512, 1280
+    launch = tuning.projection(n, k)._replace(early=False)
+    kernel = compiled(n, k, 1, launch, architecture, stride=1792)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    command = [str(folder / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {found}"
+    assert -(-found["REG"] // 8) * 8 * 32 * launch.warps <= tuning.MOST_REGISTERS, f"registers: {found}"
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    assert before.count("ld.global.v4") == behind.count("ld.global.v4") == launch.per_warp * launch.chunks
+    blocks = launch.per_warp * launch.chunks
+    assert behind.count("mma.sync") == 2 * blocks * (launch.tiles + 1)
 
 
 def order_of_machine_code(tool: Path, cubin: Path, ahead: int) -> None:

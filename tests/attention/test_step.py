@@ -70,6 +70,9 @@ class _OnPrepared:
         y = attention_reference.grouped_projection(x, full, self.groups)
         return y if out is None else out.copy_(y)
 
+    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self(attention_reference.rms_norm(x, norm, eps))
+
     def warm(self) -> None:
         """Nothing to compile."""
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specialized_decode.attention import reference
+from specialized_decode.boundary import reference as boundary_reference
 from tests.helpers.mla_case import MlaCase, Shape
 from tests.helpers.step_attention import CONFIG, CPU, LAYERS, World
 from tests.helpers.step_gates import Gates
@@ -18,18 +20,27 @@ CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
 TUNED = None
 # name -> the layer, its requests' contexts, and how launches are cut
 CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...]]] = {
-    "first token": (Shape(heads=16), (1,), (TUNED,)),
+    "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (1, 1), (2, 4), (3, 2))),
+    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2))),
+    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1),)),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
     "padding alone": (Shape(heads=8), (0, 0), ((1, 1),)),
-    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), (TUNED, (1, 2), (2, 1))),
-    "drafts": (Shape(heads=16, count=6), (700, 6, 0), ((10, 1),)),
-    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), (TUNED,)),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1))),
+    "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
+    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2),)),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700, 3), ((3, 4),)),
-    "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (4, 8))),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4),)),
+    "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
+}
+# Cases whose launches insert the step's records themselves too, and how those are cut.
+INSERTED: dict[str, tuple[int, int]] = {
+    "first token": (1, 1),
+    "few drafts": (1, 1),
+    "window only": (2, 1),
+    "4 heads, small widths": (1, 1),
+    "32 heads": (10, 2),
 }
 # Tokens before the first of the steps; requests of a step, one padding, in no order.
 LENGTHS, CHOSEN, STEPS = [0, 1, 47, 48, 110], [3, 0, -1, 4, 2, 1], 2
@@ -56,7 +67,7 @@ def run_interpreted(path: str) -> None:
     prepare_interpreter(_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     found = {name: _outputs(name) for name in CASES}
-    torch.save({**found, "steps": _steps(), "steps, reused": _reused()}, Path(path))
+    torch.save({**found, "steps, reused": _reused(), "steps": _steps()}, Path(path))
 
 
 def _outputs(name: str) -> dict[str, Tensor]:
@@ -75,10 +86,23 @@ def _outputs(name: str) -> dict[str, Tensor]:
         launch = None if cut is None else tuning.mla_launch(case.rows, shape.heads, tiles, *cut)
         found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
     if name == UNSETTLED:
-        found["unsettled"] = fused(case.attn, case.q, case.positions, window, selected, False)
-    found["arrived"] = fused._arrived
+        found["unsettled"] = fused(case.attn, case.q, case.positions, window, selected, False, launch)
+    # Other tiles, other threads, other partial results.
+    if name == "long":
+        wide = tuning.key_tiles(shape.window, shape.topk, 128)
+        launch = tuning.mla_launch(1, shape.heads, wide, 1, 2, keys=128, half=True)
+        found["out wide"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
     found["q"] = fused.norm_insert(case.attn, case.projected, case.positions, case.window)
     found["cache"] = case.window_cache.contiguous()
+    if name in INSERTED:
+        launch = tuning.mla_launch(case.rows, shape.heads, tiles, *INSERTED[name])
+        found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        other = make(name)
+        latents = other.projected[:, shape.q_rank :]
+        tables = window, selected, True, launch, latents, other.window
+        found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
+        found["cache with the insert"] = other.window_cache.contiguous()
+    found["arrived"] = fused._arrived
     return found
 
 
@@ -89,10 +113,32 @@ def world() -> World:
     return made
 
 
+class PlainProjection:
+    """A low-batch projection in torch: Gluon has no interpreter. Beside it, sparse MLA inserts where nobody selects."""
+
+    nbytes = 0
+
+    def __init__(self, linear: Any) -> None:
+        self.linear, self.weight = linear, boundary_reference.prepare(linear.weight, linear.scale)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        groups = x.shape[1] // self.weight.shape[1]
+        y = reference.grouped_projection(x, self.weight, groups)
+        return y if out is None else out.copy_(y)
+
+    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self(reference.rms_norm(x, norm, eps))
+
+    def warm(self) -> None:
+        """Nothing to compile."""
+
+
 def _steps() -> dict[str, Tensor]:
     """Steps of `world()` whose attention runs on the kernels: outputs by step and layer, and what they leave behind."""
     from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+    from specialized_decode.attention import mla_tuning as tuning
     from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+    from specialized_decode.attention.projections import FusedProjections
     from specialized_decode.attention.step import AuxStreams
     from specialized_decode.backbone.graphs import EmulatedDevice, EmulatedStream
 
@@ -100,11 +146,14 @@ def _steps() -> dict[str, Tensor]:
     compressor, indexer, candidates = (EmulatedStream(name, device) for name in ("compressor", "indexer", "candidates"))
     aux, overlap = AuxStreams(compressor, indexer), CandidateOverlap(candidates, CONFIG.candidate_block_size)
     tables = SparseIndexTables(FusedTables())
+    # Few programs: slices are tried above.
+    tuning.sparse_mla = lambda rows, heads, *keys: tuning.mla_launch(rows, heads, tuning.key_tiles(*keys), 1, 1)
     fused = FusedSparseMla(CONFIG.num_attention_heads, CONFIG.sliding_window, CONFIG.index_topk, gates.rows, CPU)
     steps = {}
     for number, layer in ours.layers.items():
         source = layer.indexer is not None and layer.indexer.candidate_source
         consumer = layer.indexer is not None and layer.indexer.candidate_consumer
+        four = layer.fused_wqa_wkv, layer.wq_b, layer.wo_a, layer.wo_b
         step = AttentionStep(
             layer,
             tables,
@@ -115,6 +164,7 @@ def _steps() -> dict[str, Tensor]:
             consumer=overlap if consumer else None,
             aux=aux,
             fused=fused,
+            projections=FusedProjections(*(PlainProjection(linear) for linear in four)),
         )
         steps[number] = step
     found: dict[str, Tensor] = {}
@@ -135,6 +185,7 @@ def _reused() -> dict[str, Tensor]:
     """Two layers' calls over one table of each kind, then a step of other blocks and other selections over the same
     tensors, as a replay sees them."""
     from specialized_decode.attention import SparseIndexTables
+    from specialized_decode.attention import mla_tuning as tuning
     from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 
     case, other = make(UNSETTLED), replayed()
@@ -146,7 +197,8 @@ def _reused() -> dict[str, Tensor]:
             window = tables.window(case.attn, case.window, case.positions)
             assert case.compressed is not None
             selected = tables.selected(case.attn, case.compressed, case.window)
-            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, layer > 0)
+            launch = tuning.mla_launch(case.rows, case.shape.heads, 2, 1, 1)
+            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, layer > 0, launch)
         assert tables.built == 2
         case.load(other)
     return found

@@ -83,28 +83,29 @@ class Engine:
             tables.append(table)
         return tables
 
-    def metadata(self, requests: list[int | None], positions: Tensor) -> dict[str, Any]:
-        """vLLM's own, of a decode batch of one token a request; row i is of requests[i], or padding."""
+    def metadata(self, requests: list[int | None], positions: Tensor, count: int = 1) -> dict[str, Any]:
+        """vLLM's own, of a decode batch of `count` tokens a request; the i-th rows are of requests[i], or padding."""
         from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-        rows = len(requests)
+        rows = len(requests) * count
         real = torch.tensor([request is not None for request in requests])
-        lengths = torch.where(real, positions + 1, 0).to(torch.int32)
+        lengths = torch.where(real, positions[count - 1 :: count] + 1, 0).to(torch.int32)
         tables = self.tables(requests, lengths.tolist())
         slots = torch.full((len(tables), rows), -1)
+        owner = torch.arange(len(requests)).repeat_interleave(count)
         for index, group in enumerate(self.layout.kv_cache_groups):
             size = group.kv_cache_spec.block_size
             if "state_cache" not in group.layer_names[0]:
-                blocks = tables[index].gather(1, (positions // size).unsqueeze(1))[:, 0].long()
-                slots[index] = torch.where(real, blocks * size + positions % size, -1)
-        starts = torch.arange(rows + 1, dtype=torch.int32)
+                blocks = tables[index][owner].gather(1, (positions // size).unsqueeze(1))[:, 0].long()
+                slots[index] = torch.where(real[owner], blocks * size + positions % size, -1)
+        starts = torch.arange(0, rows + 1, count, dtype=torch.int32)
         return build_attn_metadata(
             self.groups,
-            rows,
+            len(requests),
             rows,
             starts,
             starts,
-            1,
+            count,
             lengths,
             CONTEXT,
             tables,
@@ -112,7 +113,7 @@ class Engine:
             self.layout,
             seq_lens_cpu_upper_bound=lengths,
             positions=positions,
-            is_prefilling=torch.zeros(rows, dtype=torch.bool),
+            is_prefilling=torch.zeros(len(requests), dtype=torch.bool),
         )
 
     def target(self) -> Any:
@@ -166,49 +167,82 @@ class Plain:
         self.engine = LocalEngine(self.model, ROWS, CONTEXT, 64)
 
 
+class Decoding:
+    """Requests that an executor decodes on vLLM's caches, and the plain model beside it on its own."""
+
+    def __init__(self, engine: Engine, folder: Path, target: Any, slots: int = ROWS) -> None:
+        """slots: requests of a step; those that nobody has joined are padding."""
+        self.engine, self.plain = engine, Plain(folder, target)
+        random = torch.Generator().manual_seed(5)
+        self.texts = torch.randint(1, self.plain.model.config.vocab_size, (slots, CONTEXT), generator=random).tolist()
+        self.requests: list[Any] = [None] * slots
+        # So that no two decodings share vLLM's blocks.
+        self.first = 1 + max(engine.blocks, default=0)
+
+    def join(self, slot: int) -> None:
+        self.requests[slot] = self.plain.engine.caches.open([])
+
+    def leave(self) -> None:
+        """Gives vLLM's blocks back."""
+        for number in range(self.first, self.first + len(self.requests)):
+            for owned in self.engine.blocks.pop(number, []):
+                self.engine.free += owned
+
+    def step(self, executor: Any, count: int = 1) -> tuple[Tensor, Tensor]:
+        """The next `count` tokens of each request -> the rows' hidden states, the executor's and the plain model's;
+        without padding rows."""
+        from vllm.forward_context import set_forward_context
+
+        from specialized_decode.runtime import step_gates
+
+        plain, rows = self.plain, len(self.requests) * count
+        for slot, request in enumerate(self.requests):
+            if request is not None:
+                request.tokens[request.computed :] = self.texts[slot][request.computed : request.computed + count]
+        batch = plain.engine.caches.batch(self.requests, [count] * len(self.requests), decode_length=count, static=True)
+        expected = plain.engine.forward(batch)
+        hashes, mask = plain.model.engram_inputs(batch)
+        assert hashes is not None
+        for layer in self.engine.language_model.model.layers:
+            if layer.engram is not None:
+                layer.engram.prepare_embeddings(hashes[:, layer.engram.layer_hash_index])
+        owners = [None if request is None else self.first + slot for slot, request in enumerate(self.requests)]
+        metadata = self.engine.metadata(owners, batch.positions, count)
+        with set_forward_context(metadata, self.engine.config, num_tokens=rows):
+            x = plain.model.model.embedding[batch.input_ids]
+            found = step_gates(rows, executor).run(x, batch.positions, batch.input_ids, hashes, mask)
+        assert isinstance(found, Tensor) and isinstance(expected, Tensor)
+        live = torch.tensor([owner is not None for owner in owners]).repeat_interleave(count)
+        return found[live], expected[live]
+
+    def advance(self, accepted: int = 1) -> None:
+        for request in self.requests:
+            if request is not None:
+                request.computed += accepted
+
+
 def decode_like_the_plain_model(engine: Engine, folder: Path) -> None:
     """Requests that join one after another are decoded from their first token on, beside rows of padding.
 
     Every step's hidden states are the plain model's, bit for bit: weights, caches and metadata are all as it has them.
     """
-    from vllm.forward_context import set_forward_context
-
-    from specialized_decode.runtime import DecodeConfig, SpecializedDecode, step_gates
+    from specialized_decode.runtime import DecodeConfig, SpecializedDecode
 
     target = engine.target()
-    plain = Plain(folder, target)
-    executor = SpecializedDecode.for_target(target, DecodeConfig(stock=False), plain.model.lm_head)
+    decoding = Decoding(engine, folder, target)
+    executor = SpecializedDecode.for_target(target, DecodeConfig(stock=False), decoding.plain.model.lm_head)
     assert all(plan.moe.gemm is not None for plan in executor.layers)
-    random = torch.Generator().manual_seed(5)
-    texts = torch.randint(1, plain.model.config.vocab_size, (4, CONTEXT), generator=random).tolist()
     # So far into the text, and the first row's text is longer than the window and what the indexer selects.
     joins, steps = (0, 3, 90, 95), 100
-    requests: list[Any] = [None] * ROWS
     for step in range(steps):
-        for row, join in enumerate(joins):
+        for slot, join in enumerate(joins):
             if join == step:
-                requests[row] = plain.engine.caches.open([])
-        for row, request in enumerate(requests):
-            if request is not None:
-                request.tokens.append(texts[row][request.computed])
-        batch = plain.engine.caches.batch(requests, [1] * ROWS, static=True)
-        expected = plain.engine.forward(batch)
-        hashes, mask = plain.model.engram_inputs(batch)
-        assert hashes is not None
-        for layer in engine.language_model.model.layers:
-            if layer.engram is not None:
-                layer.engram.prepare_embeddings(hashes[:, layer.engram.layer_hash_index])
-        rows: list[int | None] = [None if request is None else row for row, request in enumerate(requests)]
-        metadata = engine.metadata(rows, batch.positions)
-        with set_forward_context(metadata, engine.config, num_tokens=ROWS):
-            x = plain.model.model.embedding[batch.input_ids]
-            found = step_gates(ROWS, executor).run(x, batch.positions, batch.input_ids, hashes, mask)
-        assert isinstance(found, Tensor) and isinstance(expected, Tensor)
-        for row, request in enumerate(requests):
-            if request is not None:
-                assert torch.equal(found[row], expected[row]), f"step {step}, row {row}"
-                request.computed += 1
-    assert sum(request is None for request in requests) == ROWS - len(joins)
+                decoding.join(slot)
+        found, expected = decoding.step(executor)
+        assert torch.equal(found, expected), f"step {step}"
+        decoding.advance()
+    assert sum(request is None for request in decoding.requests) == ROWS - len(joins)
+    decoding.leave()
 
 
 class Batch(NamedTuple):
@@ -358,8 +392,23 @@ CHECKS: dict[str, Callable[[Engine, Path], None]] = {
 }
 
 
+def kernel_checks(patch: pytest.MonkeyPatch) -> dict[str, Callable[[Engine, Path], None]]:
+    """Those of the attention kernels, for which the interpreter is changed."""
+    from tests.integration import interpreted_kernels as kernels
+
+    kernels.prepare(patch)
+    return {
+        check.__name__: check
+        for check in (
+            kernels.kernels_write_like_vllm,
+            kernels.kernels_select_like_the_reference,
+            kernels.decode_on_kernels,
+        )
+    }
+
+
 def main(argv: list[str]) -> None:
-    folder, *checks = argv
+    folder, *names = argv
     assert os.environ["TRITON_INTERPRET"] == "1"
     import tests.integration.conftest  # noqa: F401  # a platform for this process too
     from tests.integration import vllm_model
@@ -370,9 +419,10 @@ def main(argv: list[str]) -> None:
         with vllm_model.one_rank(config):
             round_like_the_gpu(patch)
             engine = Engine(config, patch)
-            for check in checks:
-                CHECKS[check](engine, Path(folder))
-                print(f"passed: {check}", flush=True)
+            checks = CHECKS if set(names) <= set(CHECKS) else kernel_checks(patch)
+            for name in names:
+                checks[name](engine, Path(folder))
+                print(f"passed: {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).absolute().parents[2]
 CHECKS = ("write_like_vllm", "compress_like_vllm", "read_like_vllm", "decode_like_the_plain_model")
+KERNEL_CHECKS = ("kernels_write_like_vllm", "kernels_select_like_the_reference", "decode_on_kernels")
 
 
-@pytest.fixture(scope="module")
-def said(tiny_folder: Path) -> str:
-    """What the process said that ran every check up to the first that failed."""
-    command = [sys.executable, "-m", "tests.integration.interpreted", str(tiny_folder), *CHECKS]
+def run(folder: Path, checks: tuple[str, ...]) -> str:
+    """What a process said that ran every check up to the first that failed."""
+    command = [sys.executable, "-m", "tests.integration.interpreted", str(folder), *checks]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(
@@ -27,6 +27,21 @@ def said(tiny_folder: Path) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def said(tiny_folder: Path) -> str:
+    return run(tiny_folder, CHECKS)
+
+
+@pytest.fixture(scope="module")
+def kernels_said(tiny_folder: Path) -> str:
+    return run(tiny_folder, KERNEL_CHECKS)
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_tritons_interpreter(said: str, check: str) -> None:
     assert f"passed: {check}\n" in said, said[-4000:]
+
+
+@pytest.mark.parametrize("check", KERNEL_CHECKS)
+def test_kernels_in_tritons_interpreter(kernels_said: str, check: str) -> None:
+    assert f"passed: {check}\n" in kernels_said, kernels_said[-4000:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specialized_decode.backbone.model import load_model
-from specialized_decode.integration.memory import prepared_bytes
+from specialized_decode.integration.memory import prepared_bytes, projection_bytes, shared_expert_bytes
 from specialized_decode.runtime import UnsupportedTarget
 from tests.integration import vllm_model
 from tests.integration.loaded import Loaded, process
@@ -187,8 +187,8 @@ def test_nothing_is_copied_unless_our_ops_read_it(loaded: Loaded) -> None:
     [(["boundary", "moe"], True, False), (["attention"], False, True), (True, True, True)],
 )
 def test_what_kernels_read_is_copied(loaded: Loaded, families: Any, shared: bool, projections: bool) -> None:
-    """Of attention, in the layers that write no compressed records and select nothing. Where none serves, as here,
-    nothing is kept in the end."""
+    """Of attention, the indexers' queries too, and no BF16 layer. Where none serves, as here, nothing is kept in the
+    end."""
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -200,15 +200,13 @@ def test_what_kernels_read_is_copied(loaded: Loaded, families: Any, shared: bool
     layers = dict(dense_fp8_layers(built.model))
     process(built)
     prepared = built._specialized_decode_prepared
-    sources = {*built.config.kv_source_layer_ids, *built.config.index_source_layer_ids}
-    wanted = set()
-    for name in layers:
-        number, kind = int(name.split(".")[1]), name.rpartition(".")[2]
-        attention = kind in ("fused_wqa_wkv", "wq_b", "wo_a", "wo_b") and "indexer" not in name
-        if (shared and ".shared_experts." in name) or (projections and attention and number not in sources):
-            wanted.add(name)
+    wanted = {name for name in layers if (shared and ".shared_experts." in name) or (projections and ".attn." in name)}
+    assert projections == any(name.endswith(".indexer.wq_b") for name in wanted)
     assert {name for name, layer in layers.items() if prepared.of(layer) is not None} == wanted
     assert len(prepared) == len(wanted) > 0
+    # What the deployment check made room for.
+    text = built.config
+    assert prepared.nbytes == projection_bytes(text, 1) * projections + shared_expert_bytes(text, 1) * shared
     prepared.drop(bind._projections(built.model, built.specialized_decode_config))
     prepared.drop(bind._shared_experts(built.model, built.specialized_decode_config))
     assert len(prepared) == 0

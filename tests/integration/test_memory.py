@@ -13,7 +13,6 @@ from specialized_decode.integration.memory import (
     mixer_bytes,
     prepared_bytes,
     projection_bytes,
-    reader_layers,
     shared_expert_bytes,
     weight_bytes,
 )
@@ -74,34 +73,31 @@ def test_mixers_of_the_boundary_kernels() -> None:
 
 
 def test_projections_are_attentions_weights_once_more() -> None:
-    """1.6 GB over 4 ranks, inside the 3 GB that prepared copies may take; the bytes that a layer itself counts."""
+    """1.7 GB over 4 ranks, inside the 3 GB that prepared copies may take; the bytes that a layer itself counts."""
     from specialized_decode.attention.prepared import prepare_fp8
 
     text = _text(flash_plan())
     shapes = ((1792, 5120), (8192, 1280), (2048, 4096), (5120, 2048))
-    assert projection_bytes(text, 4, 40) == round(40 * sum(n * k for n, k in shapes) * (1 + 1 / 1024))
+    indexers = 8 * 4096 * 1280
+    expected = (40 * sum(n * k for n, k in shapes) + indexers) * (1 + 1 / 1024)
+    assert projection_bytes(text, 4) == round(expected)
     n, k = shapes[2]
     copy = prepare_fp8(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n // 32, k // 32, dtype=torch.uint8))
     assert copy.words.nbytes + copy.scales.nbytes == n * k * (1 + 1 / 1024)
 
 
-def test_layers_that_write_no_records_and_select_nothing() -> None:
-    text = _text(flash_plan())
-    sources = {*text.kv_source_layer_ids, *text.index_source_layer_ids}
-    assert reader_layers(text) == 40 - len(sources) and len(sources) == 8
-
-
 @pytest.mark.parametrize(
     ("switches", "dense", "shared", "projections", "mixers"),
     [
-        ({}, False, True, "readers", True),
-        ({"decode_prepared_weights": False}, False, False, None, True),
-        ({"decode_kernels": False}, False, False, None, False),
-        ({"decode_kernels": False, "decode_prepared_weights": False}, False, False, None, False),
-        ({"decode_reference_ops": True, "decode_kernels": False}, True, False, None, False),
-        ({"decode_kernels": ["boundary"]}, False, False, None, True),
-        ({"decode_kernels": ["moe", "boundary"]}, False, True, None, True),
-        ({"decode_reference_ops": True, "decode_kernels": True}, True, False, "all", True),
+        ({}, False, True, True, True),
+        ({"decode_prepared_weights": False}, False, False, False, True),
+        ({"decode_kernels": False}, False, False, False, False),
+        ({"decode_kernels": False, "decode_prepared_weights": False}, False, False, False, False),
+        ({"decode_reference_ops": True, "decode_kernels": False}, True, False, False, False),
+        ({"decode_kernels": ["boundary"]}, False, False, False, True),
+        ({"decode_kernels": ["moe", "boundary"]}, False, True, False, True),
+        ({"decode_kernels": ["attention"]}, False, False, True, False),
+        ({"decode_reference_ops": True, "decode_kernels": True}, True, False, True, True),
     ],
 )
 def test_room_is_asked_for_what_is_kept(
@@ -109,13 +105,12 @@ def test_room_is_asked_for_what_is_kept(
     switches: dict[str, Any],
     dense: bool,
     shared: bool,
-    projections: str | None,
+    projections: bool,
     mixers: bool,
 ) -> None:
     from specialized_decode.integration.facts import Deployment
 
     config = engine_config(additional_config={"decode_backend": "latency_specialized", **switches})
     text = config.model_config.hf_text_config
-    layers = {None: 0, "readers": reader_layers(text), "all": text.num_hidden_layers}[projections]
     expected = prepared_bytes(text, 1) * dense + mixer_bytes(text) * mixers + shared_expert_bytes(text, 1) * shared
-    assert Deployment.gather(config).prepared == expected + projection_bytes(text, 1, layers)
+    assert Deployment.gather(config).prepared == expected + projection_bytes(text, 1) * projections

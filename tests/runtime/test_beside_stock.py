@@ -1,4 +1,4 @@
-"""Kernels of some layers beside a host engine's own ops of the others: the executor's plan, and its values."""
+"""Kernels for small steps beside a host engine's own ops for the others: the executor's plan, and its values."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import AttentionStep, StockAttention
+from specialized_decode.attention import AttentionStep, StockAttention, index_tuning, mla_tuning, projection_tuning
 from specialized_decode.boundary import Boundaries, BoundaryAllReduce
 from specialized_decode.boundary import reference as boundary_reference
 from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode, UnsupportedTarget
 from specialized_decode.runtime import executor as module
+from specialized_decode.runtime.tuning import GATES
 from tests.helpers.runtime_model import FEW_LAYERS, Pair, assert_same
 from tests.runtime.conftest import Folder
 
@@ -66,29 +67,76 @@ def pair(folder: Folder) -> Pair:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that has the kernels; here the step's reference ops take their place."""
-    for name in ("mla_unsupported", "projections_unsupported"):
+    for name in ("mla_unsupported", "projections_unsupported", "index_unsupported"):
         monkeypatch.setattr(module, name, lambda attn, device: None)
     monkeypatch.setattr(SpecializedDecode, "_sparse_mla_kernels", lambda executor, layers: None)
     monkeypatch.setattr(SpecializedDecode, "_projection_kernels", lambda executor, layers: None)
 
 
 @pytest.mark.usefixtures("served")
-def test_readers_run_on_kernels_and_sources_on_the_host(pair: Pair) -> None:
-    """Layers 1 to 3 write records or select. Readers' larger steps are the host's too. The values are the plain
-    layers', whoever selected."""
+def test_small_steps_run_on_kernels_and_larger_ones_on_the_host(pair: Pair) -> None:
+    """Layers 1 to 3 write records or select, and layer 0 reads its window alone. In turn, over the same caches, steps
+    of 8 rows, which are ours, and of 9, the host's: each leaves what the plain layers leave, bit for bit."""
     ops, pair.executor = build(pair, DecodeConfig(kernels=frozenset({"attention"})))
-    kinds = [type(plan.attention) for plan in pair.executor.layers]
-    assert kinds == [AttentionStep, StockAttention, StockAttention, StockAttention]
+    assert [type(plan.attention) for plan in pair.executor.layers] == [AttentionStep] * 4
     requests = pair.open((1, 33, 90, 110, 5, 60, 70, 80, 17))
-    for rows, ours in ((4, True), (9, False)):
+    captures = {}
+    for rows in (1, 8, 9):
         ops.calls.clear()
-        captured = pair.capture(rows)
-        assert [call for call in ops.calls if call[1] == rows][-4 if not ours else -3 :] == [
-            (layer, rows) for layer in range(1 if ours else 0, 4)
-        ]
-        assert ((0, rows) in ops.calls) == (not ours)
-        assert_same(*pair.both(captured, pair.batch(requests[:rows])), rows=rows)
+        captures[rows] = pair.capture(rows)
+        # The run before a capture is the host's own, without the executor.
+        assert ops.calls == ([(layer, rows) for layer in range(4)] if rows > 8 else [])
+    for rows in (8, 9, 1, 9, 8):
+        assert_same(*pair.both(captures[rows], pair.batch(requests[:rows])), rows=rows)
         pair.advance(requests[:rows])
+    pair.close(requests)
+
+
+@pytest.mark.usefixtures("served")
+def test_drafts_of_one_request_run_on_kernels(pair: Pair) -> None:
+    """Six rows of a request, some taken back; those of two requests are too many."""
+    ops, pair.executor = build(pair, DecodeConfig(kernels=frozenset({"attention"})))
+    requests = pair.open((33, 97), new=6)
+    for live, ours in ((1, True), (2, False), (1, True)):
+        ops.calls.clear()
+        captured = pair.capture(live, 6)
+        assert (ops.calls == []) == ours
+        for accepted in (1, 4):
+            assert_same(*pair.both(captured, pair.batch(requests[:live], 6)), rows=6 * live)
+            pair.advance(requests[:live], accepted, 6)
+    pair.close(requests)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("name", ["mla_unsupported", "projections_unsupported", "index_unsupported"])
+def test_a_layer_that_no_kernel_serves_leaves_all_to_the_host(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Who selects and who reads the selection are of a kind."""
+    monkeypatch.setattr(module, name, lambda attn, device: "found odd" if attn.layer_id == 2 else None)
+    with caplog.at_level("INFO"):
+        ops, pair.executor = build(pair, DecodeConfig(kernels=frozenset({"attention"})))
+    assert {type(plan.attention) for plan in pair.executor.layers} == {StockAttention}
+    assert "Attention runs on the host's ops: found odd" in caplog.text
+    captured = pair.capture(2)
+    requests = pair.open((33, 90))
+    assert [call for call in ops.calls if call[1] == 2][-4:] == [(layer, 2) for layer in range(4)]
+    assert_same(*pair.both(captured, pair.batch(requests)), rows=2)
+    pair.close(requests)
+
+
+@pytest.mark.usefixtures("served")
+def test_index_kernels_are_asked_for_selecting_layers_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "index_unsupported", lambda attn, device: asked.append(attn.layer_id))
+    build(pair, DecodeConfig(kernels=frozenset({"attention"})))
+    assert asked == [1, 2, 3]
+
+
+def test_kernels_take_all_rows_of_low_batch_steps() -> None:
+    """Else those of more rows would run on reference ops."""
+    most = max(gates.low_batch for gates in GATES.values())
+    assert most <= min(index_tuning.MAX_ROWS, projection_tuning.MAX_ROWS, mla_tuning.MLA_MAX_ROWS)
 
 
 def test_where_kernels_do_not_serve_all_is_the_hosts(pair: Pair) -> None:

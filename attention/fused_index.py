@@ -1,0 +1,328 @@
+"""Launches of the index kernels. `select` says where they serve; elsewhere this module is not imported."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import index_tuning as tuning
+from specialized_decode.attention.fused import FusedLinear
+from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
+from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
+from specialized_decode.attention.kernels.top_positions import top_positions_kernel
+from specialized_decode.attention.views import AttentionView, CacheView, LayerCaches
+
+KEY_RECORD = 132
+LATENT = 512
+# Rows of scores begin at multiples of so many numbers.
+ALIGNED = 16
+# Columns that the selection's numbers tell apart.
+MAX_WIDTH = 1 << 25
+
+
+class IndexInputs(NamedTuple):
+    """What the projection leaves: partial [splits, T, N] float32, to be added up; the compressor's columns come first,
+    the heads' weights begin at `heads`."""
+
+    partial: Tensor
+    heads: int
+
+
+def key_pages(cache: Tensor) -> tuple[Tensor, int, int]:
+    """Index keys [blocks, states, 132] uint8 as the kernels take them; see `fused_mla.kv_pages`."""
+    stride = cache.stride(0)
+    if cache.dtype != torch.uint8 or cache.shape[2] != KEY_RECORD or stride % 16 or cache.data_ptr() % 16:
+        raise ValueError(
+            f"index keys: found {cache.dtype} {list(cache.shape)}, strides {list(cache.stride())}, address "
+            f"{cache.data_ptr() % 16} mod 16, expected uint8 [blocks, states, {KEY_RECORD}], pages at multiples of "
+            "16 bytes"
+        )
+    return cache, stride, log2_states(cache.shape[1])
+
+
+class FusedIndexer:
+    """The kernels of one layer that selects positions, for up to `tuning.MAX_ROWS` rows: of its compressor, where it
+    has one, and its indexer. `bins` is shared by all layers, whose calls follow each other."""
+
+    def __init__(self, attn: AttentionView, bins: Tensor) -> None:
+        """bins: [tuning.MAX_ROWS, 4096] int32, zero. Raises ValueError for layers that the kernels do not serve."""
+        indexer, compressor = attn.indexer, attn.compressor
+        if indexer is None:
+            raise ValueError(f"layer {attn.layer_id}: found no indexer")
+        self.bins, self.wq_b = bins, FusedLinear(indexer.wq_b)
+        # Read in place; without a compressor nobody reads the first.
+        self.heads = indexer.weights_proj.weight
+        self.weight = self.heads if compressor is None else compressor.fused_wkv_wgate.weight
+        self.first_head = 0 if compressor is None else self.weight.shape[0]
+        self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
+        self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """What the prepared copy takes."""
+        return self.wq_b.nbytes
+
+    def project(self, x: Tensor) -> IndexInputs:
+        """x: [T, hidden] bfloat16."""
+        rows, n, k = x.shape[0], self.outputs, self.heads.shape[1]
+        if not 0 < rows <= tuning.MAX_ROWS:
+            raise ValueError(f"indexer: found {rows} rows, expected 1 to {tuning.MAX_ROWS}")
+        check_rows("x", x, torch.bfloat16, (rows, k))
+        launch = self.launch
+        partial = torch.empty(launch.splits, rows, n, dtype=torch.float32, device=x.device)
+        index_projection_kernel[(n // tuning.TILE, launch.splits)](
+            x,
+            self.weight,
+            self.heads,
+            partial,
+            rows,
+            FIRST=self.first_head,
+            HEADS=self.heads.shape[0],
+            N=n,
+            PARTS=launch.parts,
+            SPLITS=launch.splits,
+            CHUNKS=launch.chunks,
+            COLUMNS=launch.columns,
+            num_warps=launch.parts,
+            launch_pdl=True,
+        )
+        return IndexInputs(partial, self.first_head)
+
+    def compress(self, attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> None:
+        """The rows' latents into the compressed cache, the keys made of them into the index cache, and the open group's
+        rows into its ring."""
+        compressor, indexer, ring = attn.compressor, attn.indexer, caches.ring
+        assert compressor is not None and indexer is not None and indexer.wk is not None and indexer.k_norm is not None
+        assert caches.compressed is not None and caches.index is not None
+        assert attn.compressed_cache is not None and indexer.k_cache is not None
+        splits, rows, n = inputs.partial.shape
+        cache, stride, log2 = kv_pages(attn.compressed_cache)
+        keys, keys_stride, keys_log2 = key_pages(indexer.k_cache)
+        rings, meta = inputs.partial, caches.compressed
+        ring_slots, starts, ring_stride, states = meta.slot_mapping, meta.query_start_loc, 0, 1
+        if compressor.ratio > 1:
+            assert ring is not None and compressor.state_cache is not None
+            rings, states = compressor.state_cache, ring.states
+            if rings.dtype != torch.float32 or rings.stride()[1:] != (2 * LATENT, 1):
+                raise ValueError(
+                    f"compressor's rings: found {rings.dtype} {list(rings.shape)}, strides {list(rings.stride())}, "
+                    f"expected float32 [rings, rows, {2 * LATENT}], rows one behind the other"
+                )
+            ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
+            meta = ring  # type: ignore[assignment]
+        compress_kernel[(rows, 2)](
+            inputs.partial,
+            rows,
+            compressor.norm,
+            compressor.eps,
+            positions,
+            attn.cos_sin,
+            meta.token_to_req,
+            ring_slots,
+            starts,
+            rings,
+            ring_stride,
+            states,
+            caches.compressed.slot_mapping,
+            cache,
+            stride,
+            log2,
+            indexer.wk.weight,
+            indexer.k_norm,
+            indexer.eps,
+            caches.index.slot_mapping,
+            keys,
+            keys_stride,
+            keys_log2,
+            N=n,
+            SPLITS=splits,
+            RATIO=compressor.ratio,
+            EARLY=tuning.COMPRESS_EARLY,
+            num_warps=tuning.COMPRESS_WARPS,
+            launch_pdl=True,
+            # So that records come out as the reference's, whatever the compiler could have fused.
+            enable_fp_fusion=False,
+        )
+
+    def scores(
+        self,
+        attn: AttentionView,
+        q: Tensor,
+        inputs: IndexInputs,
+        positions: Tensor,
+        caches: LayerCaches,
+        flags: Tensor | None = None,
+        full: bool = False,
+    ) -> Tensor:
+        """q: [T, heads * 128] bfloat16, of `wq_b` -> scores [T, n] float32 of all positions that a request may hold, as
+        `reference.index_scores`; but behind a row's own they are left as they were, unless `full`, and padding rows
+        have none. flags: [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
+        indexer, meta = attn.indexer, caches.index
+        assert indexer is not None and meta is not None and indexer.k_cache is not None
+        splits, rows, n = inputs.partial.shape
+        heads, width = indexer.num_heads, score_columns(meta, indexer.ratio)
+        check_rows("index queries", q, torch.bfloat16, (rows, heads * indexer.head_dim))
+        expected = torch.bool, (rows, width), 1
+        if flags is not None and (flags.dtype, flags.shape, flags.stride(1)) != expected:
+            found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
+            raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
+        if meta.block_table.stride(1) != 1:
+            raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
+        cache, stride, log2 = key_pages(indexer.k_cache)
+        out = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=q.device)[:, :width]
+        index_scores_kernel[(tuning.score_programs(rows, width), rows)](
+            q,
+            inputs.partial,
+            rows,
+            inputs.heads,
+            positions,
+            attn.cos_sin,
+            caches.window.slot_mapping,
+            meta.token_to_req,
+            meta.block_table,
+            meta.block_table.stride(0),
+            cache,
+            stride,
+            log2,
+            self.bins if flags is None else flags.view(torch.uint8),
+            0 if flags is None else flags.stride(0),
+            out,
+            out.stride(0),
+            width,
+            self.bins,
+            (heads * indexer.head_dim) ** -0.5,
+            HEADS=heads,
+            PADDED=max(16, 1 << (heads - 1).bit_length()),
+            N=n,
+            SPLITS=splits,
+            RATIO=indexer.ratio,
+            KEYS=tuning.KEYS,
+            FLAGS=flags is not None,
+            FULL=full,
+            num_warps=tuning.SCORES_WARPS,
+            maxnreg=tuning.scores_registers(heads),
+            launch_pdl=True,
+            # So that queries come out as the reference's.
+            enable_fp_fusion=False,
+        )
+        return out
+
+    def top(self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches) -> Tensor:
+        """The best of `scores`' numbers into the layer's selection, -1 padded -> their slots in the compressed cache
+        [T, topk] int64, -1 for none."""
+        assert attn.indexer is not None and caches.compressed is not None
+        meta, selection = caches.compressed, attn.selection.topk_indices
+        (rows, width), topk = scores.shape, selection.shape[1]
+        if selection.stride(1) != 1 or meta.block_table.stride(1) != 1:
+            raise ValueError(
+                f"selection: found strides {selection.stride()}, {meta.block_table.stride()} of the block table, "
+                "expected rows"
+            )
+        if width > MAX_WIDTH:
+            raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
+        slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
+        top_positions_kernel[(rows,)](
+            scores,
+            scores.stride(0),
+            width,
+            positions,
+            caches.window.slot_mapping,
+            self.bins,
+            torch.empty(rows, 3, scores.stride(0), dtype=torch.int32, device=scores.device),
+            meta.token_to_req,
+            meta.block_table,
+            meta.block_table.stride(0),
+            log2_states(meta.states),
+            selection,
+            selection.stride(0),
+            slots,
+            RATIO=attn.indexer.ratio,
+            TOPK=topk,
+            TOPK_PADDED=1 << (topk - 1).bit_length(),
+            STRIPE=tuning.STRIPE,
+            STRIPES=tuning.STRIPES,
+            SHORT=tuning.SHORT,
+            TILE=tuning.TIES,
+            RIVALS=tuning.RIVALS,
+            LONG=tuning.LONG,
+            num_warps=tuning.TOP_WARPS,
+            launch_pdl=True,
+        )
+        return slots
+
+    def warm(self, attn: AttentionView) -> None:
+        """Compiles and loads all that a step of this layer can launch, over caches of its own. Not in a capture."""
+        device = self.bins.device
+        layer: Any = _Warming(attn, device)
+        for rows in (1, tuning.MAX_ROWS):
+            caches: Any = _warm_caches(rows, device)
+            positions = torch.zeros(rows, dtype=torch.int64, device=device)
+            inputs = self.project(torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device))
+            if attn.compressor is not None:
+                self.compress(layer, inputs, positions, caches)
+            q = self.wq_b(torch.zeros(rows, self.wq_b.weight.shape[1], dtype=torch.bfloat16, device=device))
+            self.wq_b.warm()
+            width = score_columns(caches.index, layer.indexer.ratio)
+            flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
+            for given, full in ((None, False), (None, True), (flags, False)):
+                scores = self.scores(layer, q, inputs, positions, caches, given, full)
+            self.top(layer, scores, positions, caches)
+
+
+def score_columns(meta: CacheView, ratio: int) -> int:
+    """Columns of the scores: positions that a request may hold."""
+    return max(meta.max_seq_len // ratio, 1)
+
+
+def fused_bins(device: torch.device) -> Tensor:
+    """What the layers' launches count scores in."""
+    return torch.zeros(tuning.MAX_ROWS, int(BINS), dtype=torch.int32, device=device)
+
+
+def _warm_caches(rows: int, device: torch.device) -> SimpleNamespace:
+    """Padding rows of a batch over caches of one page."""
+    meta = SimpleNamespace(
+        states=32,
+        max_seq_len=64,
+        slot_mapping=torch.full((rows,), -1, dtype=torch.int64, device=device),
+        token_to_req=torch.arange(rows, dtype=torch.int32, device=device),
+        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        block_table=torch.zeros(rows, 16, dtype=torch.int32, device=device),
+    )
+    return SimpleNamespace(window=meta, compressed=meta, index=meta, ring=meta)
+
+
+class _Warming:
+    """A layer before its caches are there: its weights, and caches of one page."""
+
+    def __init__(self, attn: Any, device: torch.device) -> None:
+        self._attn = attn
+        self.compressed_cache = _page(584, device)
+        self.indexer = _Replaced(attn.indexer, k_cache=_page(KEY_RECORD, device))
+        rings = torch.zeros(1, 32, 2 * LATENT, device=device)
+        self.compressor = _Replaced(attn.compressor, state_cache=rings) if attn.compressor is not None else None
+        topk = attn.selection.topk_indices.shape[1]
+        rows = torch.empty(tuning.MAX_ROWS, topk, dtype=torch.int32, device=device)
+        self.selection = SimpleNamespace(topk_indices=rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attn, name)
+
+
+class _Replaced:
+    """An object but for some of its attributes."""
+
+    def __init__(self, base: Any, **attributes: Any) -> None:
+        self._base = base
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def _page(record: int, device: torch.device) -> Tensor:
+    """A cache of one page of 32 records."""
+    size = -(-32 * record // 576) * 576
+    return torch.zeros(1, size, dtype=torch.uint8, device=device).as_strided((1, 32, record), (size, record, 1))

@@ -1,0 +1,153 @@
+"""An indexer's scores of the positions that a request holds, and how many lie where in the numbers' order.
+
+A row's positions are spread over programs, which walk through tiles of them up to the row's own length. Heads are the
+multiplications' wider side; FP8 numbers are multiplied as float16, which holds them all, so that products are exact.
+"""
+
+import triton
+import triton.language as tl
+
+WIDTH, TAIL, HALF = tl.constexpr(128), tl.constexpr(64), tl.constexpr(32)
+LARGEST = tl.constexpr(448.0)
+# Bits of an ordered number that name its bin; how many bins there are.
+BIN_BITS, BINS = tl.constexpr(12), tl.constexpr(4096)
+
+
+@triton.jit
+def ordered(score):
+    """float32 as int32 in the same order; both zeros are one."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def bin_of(key):
+    """An ordered number's bin; the largest are in bin 0."""
+    return BINS // 2 - 1 - (key >> (32 - BIN_BITS))
+
+
+@triton.jit
+def lowest_of(bin):
+    """The lowest number of a bin; none where the bin holds no number."""
+    key = (BINS // 2 - 1 - bin) << (32 - BIN_BITS)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def length(positions, owner, row, width, RATIO: tl.constexpr):
+    """Closed groups of a row's request, no more than the scores' columns; none of a padding row."""
+    closed = (tl.load(positions + row) + 1) // RATIO
+    return tl.where(tl.load(owner + row) >= 0, tl.minimum(closed, width), 0).to(tl.int32)
+
+
+@triton.jit
+def _keys(cache, stride, table, log2, column, inside):
+    """A tile's keys [n, 128] uint8 and their scales [n] float32, zeros where they are not wanted."""
+    page = cache + tl.load(table + (column >> log2), inside, other=0).to(tl.int64) * stride
+    page = tl.multiple_of(page, 16)
+    state = column & ((1 << log2) - 1)
+    d = tl.arange(0, WIDTH)
+    codes = tl.load((page + state * WIDTH)[:, None] + d[None, :], inside[:, None], other=0)
+    scale = tl.load((page + (WIDTH << log2) + state * 4).to(tl.pointer_type(tl.float32)), inside, other=0.0)
+    return codes, scale
+
+
+@triton.jit
+def _queries(q, weights, at, turn, rows, row, scale, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
+    """The row's queries [heads, 128], turned and quantized, as float16, and the heads' weights with their scales."""
+    head, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    inside = head < HEADS
+    x = tl.load(q + (row * HEADS + head)[:, None] * WIDTH + d[None, :], inside[:, None], other=0.0).to(tl.float32)
+    weight = tl.load(weights + row * N + at + head, inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        weight += tl.load(weights + (split * rows + row) * N + at + head, inside, other=0.0)
+    pair = tl.arange(0, WIDTH // 2)
+    last = pair >= (WIDTH - TAIL) // 2
+    cos = tl.load(turn + pair - HALF, last, other=1.0)[None, :]
+    sin = tl.load(turn + pair, last, other=0.0)[None, :]
+    real, imaginary = tl.split(tl.reshape(x, (PADDED, WIDTH // 2, 2)))
+    turned = tl.join(real * cos - imaginary * sin, imaginary * cos + real * sin)
+    x = tl.reshape(turned, (PADDED, WIDTH)).to(tl.bfloat16).to(tl.float32)
+    # A ceiling of a logarithm, taken from the bits.
+    bits = (tl.maximum(tl.max(tl.abs(x), 1), 1e-4) * (1.0 / LARGEST)).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) > 0).to(tl.int32)
+    unit = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    codes = tl.clamp(x * unit[:, None], -LARGEST, LARGEST).to(tl.float8e4nv).to(tl.float16)
+    factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return codes, weight.to(tl.bfloat16).to(tl.float32) * factor * scale
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride", "log2", "flags_stride", "width", "at"])
+def index_scores_kernel(
+    q,
+    weights,
+    rows,
+    at,
+    positions,
+    cos_sin,
+    owner,
+    token_to_req,
+    block_table,
+    table_stride,
+    cache,
+    stride,
+    log2,
+    flags,
+    flags_stride,
+    scores,
+    scores_stride,
+    width,
+    bins,
+    scale,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RATIO: tl.constexpr,
+    KEYS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Grid (programs, rows). q: [rows, HEADS, 128] bfloat16, not rotated; weights: [SPLITS, rows, N] float32, the
+    heads' from column `at` on; positions: [rows] int64; cos_sin: [positions, 64] float32; owner: [rows] int64, negative
+    for padding; token_to_req: [rows] int32; block_table: [requests, n] int32; cache: uint8 pages of 2**log2 index keys
+    (see `attention.reference`), `stride` bytes apart; flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf;
+    scores: [rows, width] float32, up to the row's length, or FULL with -inf behind it; bins: [rows, 4096] int32, to
+    which the numbers found are added. Rows of flags and scores lie their strides apart. PADDED: a power of two of
+    heads."""
+    row = tl.program_id(1).to(tl.int64)
+    # Inputs of the step.
+    closed = length(positions, owner, row, width, RATIO)
+    table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
+    turn = cos_sin + tl.load(positions + row) * TAIL
+    end = closed
+    if FULL:
+        end = tl.full((), 0, tl.int32) + width
+    first = tl.program_id(0) * KEYS
+    column = first + tl.arange(0, KEYS)
+    # Keys of this step, no more than it has rows, may not be there yet; the others are on their way ahead of the wait.
+    settled = closed - rows
+    codes, key_scale = _keys(cache, stride, table, log2, column, column < settled)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    if first < end:
+        if first + KEYS > settled:
+            new_codes, new_scale = _keys(cache, stride, table, log2, column, (column >= settled) & (column < closed))
+            codes, key_scale = codes | new_codes, key_scale + new_scale
+        queries, weight = _queries(q, weights, at, turn, rows, row, scale, HEADS, PADDED, N, SPLITS)
+        for start in range(first, end, tl.num_programs(0) * KEYS):
+            column = start + tl.arange(0, KEYS)
+            keys = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            own_scale = key_scale
+            # The next tile's are on their way meanwhile.
+            ahead = column + tl.num_programs(0) * KEYS
+            codes, key_scale = _keys(cache, stride, table, log2, ahead, ahead < closed)
+            dots = tl.dot(queries, tl.trans(keys))
+            score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
+            inside = column < closed
+            if FLAGS:
+                inside = inside & (tl.load(flags + row * flags_stride + column, inside, other=0) != 0)
+            tl.store(scores + row * scores_stride + column, tl.where(inside, score, float("-inf")), column < end)
+            # No number is never chosen.
+            counted = inside & (score == score) & (score > float("-inf"))
+            tl.atomic_add(bins + row * BINS + bin_of(ordered(score)), 1, counted, sem="relaxed")

@@ -1,0 +1,202 @@
+"""The index kernels on a GPU: values against the reference, in float64 where that says more; graph replays."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specialized_decode.attention import index_tuning as tuning
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
+from tests.helpers.index_case import (
+    IndexCase,
+    Shape,
+    assert_compressed,
+    assert_in_place,
+    assert_projected,
+    assert_scored,
+    assert_selected,
+    bins_of,
+    closed_groups,
+    tied_scores,
+)
+from tests.helpers.poisoned import poisoned
+from tests.helpers.step_mhc import same_bits
+
+DEVICE = torch.device("cuda")
+CONTEXTS = (1, 2, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192, 24576)
+RAGGED = (8192, 1, 0, 513, 24576, 2, 1023, 130)
+RATIOS = {1: Shape(), 2: Shape(ratio=2, states=32)}
+
+
+def check(case: IndexCase, flags: Tensor | None = None) -> None:
+    """All launches of a step, one after the other."""
+    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    with poisoned():
+        inputs = fused.project(case.x)
+        summed = assert_projected(case, inputs.partial)
+        if case.shape.compressor:
+            before = case.cache_bytes()
+            fused.compress(case.attn, inputs, case.positions, case.caches)
+            assert_compressed(case, before, summed[:, : inputs.heads])
+        heads = summed[:, inputs.heads :]
+        scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
+        masked = assert_scored(case, scores, heads, flags)
+        slots = fused.top(case.attn, scores, case.positions, case.caches)
+        assert_selected(case, masked, slots)
+        assert not fused.bins.any(), "bins are not zero again"
+        full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags, full=True)
+        assert same_bits(full, masked), "scores behind a row's own are not -inf"
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_one_row(context: int, ratio: int) -> None:
+    check(IndexCase(RATIOS[ratio], (context,), context, DEVICE))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("rows", range(1, tuning.MAX_ROWS + 1))
+def test_rows(rows: int, ratio: int) -> None:
+    """Ragged, padding among them."""
+    check(IndexCase(RATIOS[ratio], RAGGED[:rows], rows, DEVICE))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_drafts(ratio: int) -> None:
+    """Rows of one request, which read each other, and a ring whose request goes on."""
+    shape = Shape(ratio=ratio, states=64 // ratio, count=6)
+    for context in (6, 700, 701):
+        check(IndexCase(shape, (context,), context, DEVICE))
+    check(IndexCase(Shape(ratio=ratio, count=2, states=64 // ratio), (2049, 2, 0, 131), 3, DEVICE))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_consumer(rows: int) -> None:
+    """No compressor, and candidates alone; one row of them has none."""
+    case = IndexCase(Shape(compressor=False), RAGGED[-rows:], rows, DEVICE)
+    flags = torch.rand(rows, case.columns, generator=case.generator).to(DEVICE) < 0.2
+    flags[-1] = False
+    check(case, flags)
+
+
+def test_wide_maximum() -> None:
+    """Far beyond what the rows hold; launches are cut by it."""
+    check(IndexCase(Shape(longest=200_000), (8192, 5, 0), 1, DEVICE))
+
+
+def test_small_widths() -> None:
+    shape = Shape(ratio=2, states=32, hidden=64, heads=4, q_rank=32, topk=16)
+    check(IndexCase(shape, (1, 47, 48, 49, 0, 96), 4, DEVICE))
+
+
+def test_ties() -> None:
+    """Scores that repeat: of equal ones the earlier positions are chosen."""
+    case = IndexCase(Shape(longest=26000), (24576, 8192, 512, 40, 5000, 1, 513, 1025), 5, DEVICE)
+    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    for scores in tied_scores(case).values():
+        fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
+        assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
+    for times in (0, 3):
+        # Counts that are not the scores': nothing is read or written that is not theirs.
+        scores = tied_scores(case)["few"]
+        fused.bins.copy_(times * bins_of(scores, closed_groups(case), fused.bins))
+        assert_in_place(case, fused.top(case.attn, scores, case.positions, case.caches))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6)])
+def test_replays(requests: int, count: int, ratio: int) -> None:
+    """A chain of all launches of three layers in one graph, replayed over other batches: as one launch after the other,
+    and the same bits every time. Scores read ahead of their wait, but for the keys that the step's rows make."""
+    contexts, layers, shape = RAGGED[:requests], range(3), replace(RATIOS[ratio], count=count)
+    cases = [IndexCase(shape, contexts, seed, DEVICE) for seed in layers]
+    others = [IndexCase(shape, contexts, 10 + seed, DEVICE) for seed in layers]
+    bins = fused_bins(DEVICE)
+    fused = [FusedIndexer(case.attn, bins) for case in cases]
+    qr = [case.qr for case in cases]
+
+    def step(pause: bool) -> list[list[Tensor]]:
+        found = []
+        for kernels, case, low in zip(fused, cases, qr, strict=True):
+            made: list[Tensor] = []
+            inputs = kernels.project(case.x)
+            launches = [
+                lambda: kernels.compress(case.attn, inputs, case.positions, case.caches),  # noqa: B023
+                lambda: made.append(kernels.wq_b(low)),  # noqa: B023
+                lambda: made.append(kernels.scores(case.attn, made[0], inputs, case.positions, case.caches)),  # noqa: B023
+                lambda: made.append(kernels.top(case.attn, made[1], case.positions, case.caches)),  # noqa: B023
+            ]
+            for launch in launches:
+                if pause:
+                    torch.cuda.synchronize()
+                launch()
+            found.append([made[2], case.selection])
+        return found
+
+    def left() -> list[Tensor]:
+        return [tensor for case in cases for tensor in case.cache_bytes().values()]
+
+    befores = [case.cache_bytes() for case in cases]
+    step(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(False)
+    for batch in (None, others):
+        if batch is not None:
+            for case, other in zip(cases, batch, strict=True):
+                case.load(other)
+            befores = [case.cache_bytes() for case in cases]
+        expected: list[Tensor] | None = None
+        for eager in (True, False, False, False):
+            for case, before in zip(cases, befores, strict=True):
+                case.restore(before)
+                case.selection[: case.rows] = 999
+            if eager:
+                outputs = step(True)
+            else:
+                graph.replay()
+                outputs = captured
+            torch.cuda.synchronize()
+            found = [tensor.clone() for layer in outputs for tensor in layer] + left()
+            assert expected is None or all(same_bits(ours, its) for ours, its in zip(found, expected, strict=True))
+            expected = found
+
+
+def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch of a step compiles after it."""
+    import triton
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **found: compiled.append(str(found)))
+    for shape in (*RATIOS.values(), Shape(compressor=False)):
+        kernels = None
+        for rows in range(1, tuning.MAX_ROWS + 1):
+            case = IndexCase(shape, (700,) * rows, rows, DEVICE)
+            if kernels is None:
+                kernels = FusedIndexer(case.attn, fused_bins(DEVICE))
+                kernels.warm(case.attn)
+                compiled.clear()
+            inputs = kernels.project(case.x)
+            if shape.compressor:
+                kernels.compress(case.attn, inputs, case.positions, case.caches)
+            scores = kernels.scores(case.attn, kernels.wq_b(case.qr), inputs, case.positions, case.caches)
+            kernels.top(case.attn, scores, case.positions, case.caches)
+            flags = torch.ones_like(scores, dtype=torch.bool)
+            for given, full in ((flags, False), (None, True)):
+                kernels.scores(case.attn, case.q, inputs, case.positions, case.caches, given, full)
+            assert compiled == [], f"{rows} rows, ratio {shape.ratio}"
+
+
+def test_other_inputs_are_refused() -> None:
+    case = IndexCase(Shape(), (5, 7), 1, DEVICE)
+    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    with pytest.raises(ValueError, match=r"indexer: found 9 rows, expected 1 to 8"):
+        fused.project(case.x.new_zeros(9, 5120))
+    with pytest.raises(ValueError, match=r"x: found torch.float32"):
+        fused.project(case.x.float())
+    inputs = fused.project(case.x)
+    with pytest.raises(ValueError, match=r"candidates: found torch.uint8"):
+        flags = torch.zeros(2, 7, dtype=torch.uint8, device=DEVICE)
+        fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)

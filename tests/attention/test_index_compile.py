@@ -1,0 +1,207 @@
+"""The index kernels compile for every architecture, without spills, and read weights ahead of the wait."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specialized_decode.attention import index_tuning as tuning
+from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.kernels.index_scores import index_scores_kernel
+from specialized_decode.attention.kernels.top_positions import top_positions_kernel
+
+ARCHITECTURES = (90, 100, 103)
+HIDDEN, HEADS, TOPK = 5120, 32, 512
+REGISTERS, SHARED_BYTES = 65536, 227 * 1024
+
+PROJECTION = {"x": "*bf16", "weight": "*bf16", "heads": "*bf16", "partial": "*fp32", "rows": "i32"}
+COMPRESS = {
+    "partial": "*fp32",
+    "rows": "i32",
+    "norm": "*bf16",
+    "eps": "fp32",
+    "positions": "*i64",
+    "cos_sin": "*fp32",
+    "token_to_req": "*i32",
+    "ring": "*i64",
+    "starts": "*i32",
+    "rings": "*fp32",
+    "ring_stride": "i32",
+    "states": "i32",
+    "slots": "*i64",
+    "cache": "*u8",
+    "stride": "i32",
+    "log2": "i32",
+    "wk": "*bf16",
+    "k_norm": "*bf16",
+    "k_eps": "fp32",
+    "index_slots": "*i64",
+    "index_cache": "*u8",
+    "index_stride": "i32",
+    "index_log2": "i32",
+}
+SCORES = {
+    "q": "*bf16",
+    "weights": "*fp32",
+    "rows": "i32",
+    "at": "i32",
+    "positions": "*i64",
+    "cos_sin": "*fp32",
+    "owner": "*i64",
+    "token_to_req": "*i32",
+    "block_table": "*i32",
+    "table_stride": "i32",
+    "cache": "*u8",
+    "stride": "i32",
+    "log2": "i32",
+    "flags": "*u8",
+    "flags_stride": "i32",
+    "scores": "*fp32",
+    "scores_stride": "i32",
+    "width": "i32",
+    "bins": "*i32",
+    "scale": "fp32",
+}
+TOP = {
+    "scores": "*fp32",
+    "scores_stride": "i32",
+    "width": "i32",
+    "positions": "*i64",
+    "owner": "*i64",
+    "bins": "*i32",
+    "listed": "*i32",
+    "token_to_req": "*i32",
+    "block_table": "*i32",
+    "table_stride": "i32",
+    "log2": "i32",
+    "out": "*i32",
+    "out_stride": "i32",
+    "slots": "*i64",
+}
+# Numbers that are multiples of 16 at a launch.
+ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def variants() -> dict[str, Variant]:
+    """As `FusedIndexer` launches them: sources of both ratios, and a consumer, which has no compressor."""
+    found = {}
+    for ratio in (2, 1, 0):
+        n = 512 * ratio + HEADS
+        launch = tuning.index_projection(n, HIDDEN)
+        constants = {
+            "FIRST": 512 * ratio, "HEADS": HEADS, "N": n, "PARTS": launch.parts, "SPLITS": launch.splits,
+            "CHUNKS": launch.chunks, "COLUMNS": launch.columns,
+        }  # fmt: skip
+        found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
+        unfused = {"enable_fp_fusion": False}
+        limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS)}
+        common = {"N": n, "SPLITS": launch.splits}
+        if ratio:
+            constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
+            variant = Variant(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, unfused)
+            found[f"compressor, ratio {ratio}"] = variant
+        kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
+        for flags, full in kinds[ratio]:
+            constants = {
+                **common, "HEADS": HEADS, "PADDED": 32, "RATIO": max(ratio, 1), "KEYS": tuning.KEYS,
+                "FLAGS": flags, "FULL": full,
+            }  # fmt: skip
+            name = f"scores, ratio {ratio}, flags {flags}, full {full}"
+            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, limited)
+    for ratio in (2, 1):
+        constants = {
+            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,
+            "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
+        }  # fmt: skip
+        found[f"best, ratio {ratio}"] = Variant(top_positions_kernel, TOP, constants, tuning.TOP_WARPS)
+    return found
+
+
+VARIANTS = variants()
+
+
+def compiled(variant: Variant, architecture: int) -> Any:
+    names = list(variant.kernel.arg_names)
+    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
+    assert set(signature) == set(names), f"found arguments {sorted(names)}, expected {sorted(signature)}"
+    aligned = [name for name, kind in variant.signature.items() if kind[0] == "*" or name in ALIGNED]
+    source = ASTSource(
+        fn=variant.kernel,
+        signature={name: signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {**variant.options, "num_warps": variant.warps, "launch_pdl": True}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, so that what is checked was compiled by this compiler."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def resources(kernel: Any, folder: Path) -> dict[str, int]:
+    """Of the machine code: registers of a thread, and bytes of stack and local memory."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
+    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    kernel = compiled(variant, architecture)
+    found = resources(kernel, tmp_path)
+    threads = 32 * variant.warps
+    table = f"{name}, compute capability {architecture}, {threads} threads: {found}, shared {kernel.metadata.shared}"
+    print(table)
+    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
+    assert -(-found["REG"] // 8) * 8 * threads <= REGISTERS, f"registers: {table}"
+    assert kernel.metadata.shared < SHARED_BYTES, f"shared memory: {table}"
+    ptx = kernel.asm["ptx"]
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+
+
+@pytest.mark.parametrize("ratio", [2, 1])
+def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None:
+    """So it starts, and reads its weights, while the launch that it waits for still runs."""
+    registers = 0
+    for name in (f"projection, ratio {ratio}", f"compressor, ratio {ratio}"):
+        variant = VARIANTS[name]
+        registers += -(-resources(compiled(variant, 90), tmp_path)["REG"] // 8) * 8 * 32 * variant.warps
+    assert registers <= REGISTERS
+
+
+@pytest.mark.parametrize("ratio", [2, 1])
+def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
+    """All of them, 16 bytes a load."""
+    variant = VARIANTS[f"projection, ratio {ratio}"]
+    before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    share = tuning.TILE * HIDDEN // variant.constants["SPLITS"] * 2 // (32 * variant.warps)
+    assert before.count("ld.global.v4") == share // 16
+    assert "mma" in behind and "mma" not in before
+    variant = VARIANTS[f"compressor, ratio {ratio}"]
+    before = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)[0]
+    assert before.count("ld.global.v4") >= tuning.COMPRESS_EARLY * 128 * 128 * 2 // 16 // (32 * variant.warps)

@@ -1,0 +1,58 @@
+"""The index kernels in Triton's interpreter, against the reference."""
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.index_interpreted import CASES, run_interpreted
+from tests.helpers.mla_interpreted import CHOSEN, STEPS, world
+from tests.helpers.step_attention import KINDS, LAYERS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("interpreted") / "found.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
+        process = multiprocessing.get_context("spawn").Process(target=run_interpreted, args=(str(path),))
+        process.start()
+    process.join(600)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0, f"the interpreter's process ended with {process.exitcode}"
+    result: dict[str, Any] = torch.load(path)
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches(name: str, found: dict[str, Any]) -> None:
+    """Projection, compressor, scores and selection; see `index_case`'s assertions."""
+    assert found["failures"].get(name) is None, found["failures"][name]
+
+
+def test_ties(found: dict[str, Any]) -> None:
+    assert found["ties"] == []
+
+
+@pytest.mark.parametrize("kind", ["steps", "inline"])
+def test_whole_steps(found: dict[str, Any], kind: str) -> None:
+    """Every kind of layer against the plain ones: outputs, and the caches that they leave behind."""
+    plain, outputs = world(), found[kind]
+    live = torch.tensor(CHOSEN) >= 0
+    for at in range(STEPS):
+        expected = plain.decode(CHOSEN, [1] * len(CHOSEN), plain.plain, seed=at)
+        for number in LAYERS:
+            ours, theirs = outputs[f"{at} {number}"], expected[number]
+            assert not ours[~live].any(), "padding rows come out as zeros"
+            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < 1e-2, f"step {at}, layer {number}, {KINDS[number]}: {error:g} off"
+        selected = plain.selection.topk_indices[: len(CHOSEN)]
+        assert torch.equal(outputs[f"{at} selected"][live].sort(1).values, selected[live].sort(1).values)
+        assert (outputs[f"{at} selected"][~live] == -1).all()
+    state = plain.state()
+    for name in ("window caches", "compressed caches"):
+        different = (outputs[name] != state[name]).float().mean()
+        assert different < 1e-3, f"{name}: {different:g} of the bytes differ"

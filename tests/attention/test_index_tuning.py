@@ -1,0 +1,96 @@
+"""How the index kernels' launches are cut, which layers they serve, and what they refuse."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specialized_decode.attention import index_tuning as tuning
+from specialized_decode.attention import select
+
+
+@pytest.mark.parametrize("k", [64, 320, 1024, 4096, 5120, 7168])
+@pytest.mark.parametrize("n", [16, 32, 528, 544, 1056])
+def test_every_column_is_somebodys(n: int, k: int) -> None:
+    cut = tuning.index_projection(n, k)
+    assert cut.splits * cut.chunks * cut.parts * cut.columns == k
+    assert cut.columns >= 16 and cut.columns & (cut.columns - 1) == 0 and cut.parts <= tuning.PROJECTION_WARPS
+    assert tuning.TILE * k // cut.splits * 2 <= tuning.MOST_BYTES, "a program's weights do not fit"
+
+
+def test_sources_projections_take_one_round() -> None:
+    """Of programs, all of whose weights are in flight at once."""
+    for n in (1056, 544):
+        programs = n // tuning.TILE * tuning.index_projection(n, 5120).splits
+        assert tuning.ROUND <= programs <= 1.1 * tuning.MULTIPROCESSORS
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 64), (24, 64), (16, 0), (16, 72), (16, 16 * 7919)])
+def test_other_projections_are_refused(n: int, k: int) -> None:
+    with pytest.raises(ValueError, match=rf"projection: found \[{n}, {k}\]"):
+        tuning.index_projection(n, k)
+
+
+@pytest.mark.parametrize("rows", range(1, tuning.MAX_ROWS + 1))
+def test_programs_of_the_scores(rows: int) -> None:
+    """As many as there are tiles, or run at once; the longest request changes nothing beyond that."""
+    for width in (1, 64, 65, 4096, 1 << 20):
+        programs = tuning.score_programs(rows, width)
+        assert 1 <= programs <= -(-width // tuning.KEYS) and programs * rows <= tuning.SCORES_RESIDENT
+    assert tuning.score_programs(rows, 64) == 1 and tuning.score_programs(rows, 65) == 2
+
+
+def test_scores_that_run_at_once() -> None:
+    """Of 32 heads, whose programs fill the registers."""
+    registers = tuning.scores_registers(32)
+    assert registers is not None and tuning.scores_registers(64) is None
+    programs = tuning.SCORES_RESIDENT // tuning.MULTIPROCESSORS
+    assert registers * 32 * tuning.SCORES_WARPS * programs <= 65536
+
+
+def test_a_chunks_counts_fit_into_a_half() -> None:
+    assert tuning.STRIPE * tuning.STRIPES < 1 << 15
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    scale = torch.empty(0) if dtype == torch.float8_e4m3fn else None
+    return SimpleNamespace(weight=torch.empty(shape, dtype=dtype, device="meta"), scale=scale)
+
+
+def layer(ratio: int = 2, topk: int = 512, **changes: Any) -> Any:
+    """Of ratio 0: one without a compressor."""
+    compressor = SimpleNamespace(ratio=ratio, fused_wkv_wgate=weight(512 * ratio, 5120)) if ratio else None
+    values = {
+        "num_heads": 32,
+        "head_dim": 128,
+        "wq_b": weight(4096, 1280, dtype=torch.float8_e4m3fn),
+        "weights_proj": weight(32, 5120),
+        "wk": weight(128, 512),
+    }
+    selection = SimpleNamespace(topk_indices=torch.empty(3, topk))
+    return SimpleNamespace(indexer=SimpleNamespace(**{**values, **changes}), compressor=compressor, selection=selection)
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_layers_that_are_served(ratio: int) -> None:
+    assert select.unsupported_indexer(layer(ratio)) is None
+    assert select.index_unsupported(layer(ratio), torch.device("cpu")) == "device: found cpu, expected cuda"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (SimpleNamespace(indexer=None, compressor=None), "indexer: found none"),
+        (layer(head_dim=64), "indexer: found 32 heads of 64 columns, expected 1 to 64 of 128"),
+        (layer(num_heads=65), "indexer: found 65 heads of 128 columns"),
+        (layer(topk=4096), "top-k: found 4096, expected 1 to 2048"),
+        (layer(ratio=3), "compressor: found ratio 3, expected 1 or 2"),
+        (layer(weights_proj=weight(32, 5120, dtype=torch.float32)), "weights_proj: found torch.float32"),
+        (layer(wk=weight(128, 512, dtype=torch.float8_e4m3fn)), "wk: found torch.float8_e4m3fn"),
+        (layer(wq_b=weight(4096, 1280)), "indexer's wq_b: found torch.bfloat16, expected float8_e4m3fn with scales"),
+        (layer(wq_b=weight(4096, 16, dtype=torch.float8_e4m3fn)), "indexer: projection: found [4096, 16]"),
+    ],
+)
+def test_layers_that_are_not(found: Any, said: str) -> None:
+    assert said in str(select.unsupported_indexer(found))
