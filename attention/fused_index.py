@@ -58,6 +58,8 @@ class FusedIndexer:
         self.first_head = 0 if compressor is None else self.weight.shape[0]
         self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
         self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
+        major = torch.cuda.get_device_capability(bins.device)[0] if bins.is_cuda else 9
+        self.registers = tuning.scores_registers(indexer.num_heads, major)
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +204,7 @@ class FusedIndexer:
             FLAGS=flags is not None,
             FULL=full,
             num_warps=tuning.SCORES_WARPS,
-            maxnreg=tuning.scores_registers(heads),
+            maxnreg=self.registers,
             launch_pdl=True,
             # So that queries come out as the reference's.
             enable_fp_fusion=False,

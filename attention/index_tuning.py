@@ -64,9 +64,10 @@ def index_projection(n: int, k: int) -> IndexProjection:
     return launch
 
 
-def scores_registers(heads: int) -> int | None:
-    """What the compiler may use, a few less than it would; None for what it wants: more heads need more."""
-    return SCORES_REGISTERS if heads <= 32 else None
+def scores_registers(heads: int, major: int) -> int | None:
+    """What the compiler may use, on a GPU of compute capability `major`, a few less than it would; None for what it
+    wants: more heads need more, and elsewhere it spills."""
+    return SCORES_REGISTERS if heads <= 32 and major == 9 else None
 
 
 def score_programs(rows: int, width: int) -> int:

@@ -110,7 +110,6 @@ def variants() -> dict[str, Variant]:
         }  # fmt: skip
         found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused = {"enable_fp_fusion": False}
-        limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS)}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
             constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
@@ -123,7 +122,7 @@ def variants() -> dict[str, Variant]:
                 "FLAGS": flags, "FULL": full,
             }  # fmt: skip
             name = f"scores, ratio {ratio}, flags {flags}, full {full}"
-            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, limited)
+            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, unfused)
     for ratio in (2, 1):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,
@@ -148,6 +147,8 @@ def compiled(variant: Variant, architecture: int) -> Any:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {**variant.options, "num_warps": variant.warps, "launch_pdl": True}
+    if variant.kernel is index_scores_kernel:
+        options["maxnreg"] = tuning.scores_registers(HEADS, architecture // 10)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 

@@ -43,8 +43,9 @@ def test_programs_of_the_scores(rows: int) -> None:
 
 def test_scores_that_run_at_once() -> None:
     """Of 32 heads, whose programs fill the registers."""
-    registers = tuning.scores_registers(32)
-    assert registers is not None and tuning.scores_registers(64) is None
+    registers = tuning.scores_registers(32, 9)
+    assert registers is not None and tuning.scores_registers(64, 9) is None
+    assert tuning.scores_registers(32, 10) is None
     programs = tuning.SCORES_RESIDENT // tuning.MULTIPROCESSORS
     assert registers * 32 * tuning.SCORES_WARPS * programs <= 65536
 

@@ -223,8 +223,8 @@ def run_batch(
 ) -> Outputs:
     """Runs one batch, whose rows are named by their index. seeds: of each row's prompt.
 
-    A row comes when the one before has its first token. Where six and more prompts were prefilled in one step, some came
-    out differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
+    A row comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
+    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
     """
     llm_engine = engine.llm.llm_engine
     tokens: dict[str, list[int]] = {str(row): [] for row in range(len(lengths))}
