@@ -1,7 +1,11 @@
 """What a phase of an engine process leaves: a line for people, a record, and events for the parent process."""
 
 import argparse
+import contextlib
 import json
+import os
+import stat
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +21,15 @@ class Report:
     line: str
     failures: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
+
+
+def written() -> int:
+    """Bytes of this process's log so far; 0 where its output is no file."""
+    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        status = os.fstat(sys.stdout.fileno())
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
 
 
 @dataclass
@@ -37,7 +50,7 @@ class Run:
 
     def phase(self, name: str, limit: float, work: Callable[[], Report]) -> bool:
         """Runs a phase and records it; returns whether it passed. limit: seconds, which the parent process enforces."""
-        self.tell({"event": "start", "phase": name, "limit": limit})
+        self.tell({"event": "start", "phase": name, "limit": limit, "log": written()})
         start = time.monotonic()
         try:
             report = work()

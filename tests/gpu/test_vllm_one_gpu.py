@@ -1,6 +1,8 @@
 """The script around the engine processes: what it starts, ends, keeps and says."""
 
 import json
+import subprocess
+import sys
 import tarfile
 import time
 from dataclasses import replace
@@ -168,6 +170,68 @@ def test_run_records_what_a_phase_says_and_raises(tmp_path: Path, capsys: pytest
     assert events[1]["data"] == {"a": 1}
 
 
+WORKER = "(Worker_TP1 pid=7) ERROR 11-30 12:00:00 [a.py:1] "
+
+
+def test_what_a_failed_phase_leaves(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its workers' exceptions, of its own log and of a server's; not those of a phase that passed before it."""
+    log = session.args.work / "it.log"
+    trace = "print({0!r} + 'Traceback (most recent call last):\\n' + {0!r} + {1!r}, flush=True)"
+    (session.args.work / "it.server.log").write_text("Traceback (most recent call last):\nOSError: the server's\n")
+    text = f"""
+import os
+start("a")
+{trace.format(WORKER, "ValueError: expected here")}
+end("a", True)
+tell(event="start", phase="b", limit=9, log=os.fstat(1).st_size)
+{trace.format(WORKER, "ValueError: the reason " + "x" * 400)}
+end("b", False)
+sys.exit(1)
+"""
+    session.run(job(session, tmp_path, text))
+    good, bad = session.records["it"]
+    assert "causes" not in good and log.exists()
+    assert [cause[:25] for cause in bad["causes"]] == ["Worker_TP1: ValueError: t", "OSError: the server's"]
+    assert max(map(len, bad["causes"])) == 300 and len(bad["tracebacks"][0]) > 400
+    assert "    log: Worker_TP1: ValueError: the reason" in capsys.readouterr().out
+
+
+def test_many_failures_are_printed_in_part(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    many = record("it", "a", ok=False) | {"failures": [f"{i} " + "y" * 500 for i in range(20)], "causes": []}
+    session.say_record(many)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[-1].endswith("and 12 more, in its record")
+    assert all(len(line) < 330 for line in lines)
+
+
+def test_a_run_says_where_its_log_stands(tmp_path: Path) -> None:
+    """By bytes of its standard output, if that is a file."""
+    program = "from tests.gpu.report import written; print('twelve bytes', end=''); print(written())"
+    with (tmp_path / "log").open("w") as output:
+        subprocess.run([sys.executable, "-c", program], stdout=output, cwd=vllm_one_gpu.ROOT, check=True)
+    assert (tmp_path / "log").read_text() == "twelve bytes12\n"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=vllm_one_gpu.ROOT, check=True)
+    assert done.stdout == b"twelve bytes0\n"
+
+
+def test_a_folder_is_made_once(session: Session, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "it"
+    text = f"import pathlib, sys; pathlib.Path({str(folder)!r}).mkdir(parents=True, exist_ok=True); print('made')"
+    one = job(session, tmp_path, text, phased=False, makes=folder)
+    again = replace(session, records={})
+    session.run(one)
+    again.run(one)
+    assert session.records["it"][0]["line"] == "made"
+    assert again.records["it"][0]["line"] == f"{folder}: already there" and again.passed("it", one.command)
+    # Another commit makes another folder; one that fails is not taken for made.
+    again.records.clear()
+    again.args.commit = "c0ffee"
+    (tmp_path / "job.py").write_text("import sys; sys.exit(1)")
+    again.run(one)
+    again.run(one)
+    assert again.records["it"][0]["failures"] == ["ended with exit status 1"]
+
+
 def test_overdue() -> None:
     assert overdue([], 100, 100 + FIRST_PHASE_SECONDS - 1) is None
     assert overdue([], 100, 101 + FIRST_PHASE_SECONDS) == "before the first phase: ran into its limit of 180 s"
@@ -275,6 +339,25 @@ def test_main_writes_results_and_goes_on(
     assert main(argv) == 0
     assert "it: passed in an earlier call" in capsys.readouterr().out
     assert main([*argv, "--again"]) == 1
+
+
+def test_results_are_kept_after_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may go away at any time: the second phase finds the first one's results."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    text = f"""
+start("a")
+end("a", True)
+start("b")
+path = pathlib.Path({str(out / "results.json")!r})
+until = time.time() + 5
+while not path.exists() and time.time() < until:
+    time.sleep(0.05)
+end("b", [r["phase"] for r in json.loads(path.read_text())["records"]] == ["a"])
+"""
+    environment = module(tmp_path, EVENTS + text)
+    command = ("job", str(work / "it.events.jsonl"))
+    monkeypatch.setattr(vllm_one_gpu, "jobs", lambda args: [Job("it", command, 1, environment=environment)])
+    assert main(["--out", str(out), "--work", str(work), "--models", str(tmp_path)]) == 0
 
 
 def test_what_the_executors_phases_need_of_stocks(tmp_path: Path) -> None:
