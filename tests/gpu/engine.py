@@ -24,6 +24,9 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+# An engine of 8 layers takes at most a quarter of a GPU, its KV cache a fixed part of it. vLLM then measures no memory,
+# which fails where another engine ends meanwhile: so several can run side by side.
+SHARED_GPU = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 8 << 30}
 
 
 @dataclass
@@ -244,19 +247,26 @@ def run_batch(
 
 
 def run_traffic(
-    engine: Engine, requests: Sequence[Request], forced: dict[str, list[int]] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    forced: dict[str, list[int]] | None = None,
+    seeds: dict[str, int] | None = None,
 ) -> tuple[Outputs, int]:
-    """Plays a script of requests, one engine step after another; returns the outputs and the steps called for."""
+    """Plays a script of requests, one engine step after another; returns the outputs and the steps called for.
+
+    seeds: of the prompts, where they are not the requests' places in the script.
+    """
     llm_engine = engine.llm.llm_engine
     tokens: dict[str, list[int]] = {request.name: [] for request in requests}
     step = 0
     last = max(max(request.step, request.abort or 0) for request in requests)
     while step <= last or llm_engine.has_unfinished_requests():
-        for seed, request in enumerate(requests):
+        for place, request in enumerate(requests):
             if request.step == step:
                 given = forced[request.name] if forced else None
                 sampling = parameters(request.name, request.prompt_tokens, request.output_tokens, given, record=True)
-                ids = {"prompt_token_ids": prompt(request.prompt_tokens, 1000 + seed)}
+                seed = 1000 + (place if seeds is None else seeds[request.name])
+                ids = {"prompt_token_ids": prompt(request.prompt_tokens, seed)}
                 llm_engine.add_request(request.name, ids, sampling)
             if request.abort == step:
                 llm_engine.abort_request([request.name])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, checked, command_line, run_jobs
-from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
+from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, STALLING, write_metadata
 
 WORK, MODELS = Path("/tmp/specialized-decode/run2"), Path("/tmp/specialized-decode/models")
 # No multicast: peers store into each other's memory.
@@ -75,8 +75,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
         engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
         engine("lacking", {}, 90, served | {LACKING: "1"}),
-        engine("killed", {"decode_kernels": True}, 120, served),
-        engine("stopped", {"decode_kernels": True}, 120, served),
+        engine("killed", {"decode_kernels": True}, 120, served | {STALLING: "1"}),
+        engine("stopped", {"decode_kernels": True}, 120, served | {STALLING: "1"}),
         server("http-stock", min(1, args.minutes)),
         server("http-executor", args.minutes, (args.store / "http.json",)),
         Job("checkpoint-drafts", make(drafts, SHARD_TP, "--drafts", "3"), 120, phased=False, makes=drafts),

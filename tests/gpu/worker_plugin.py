@@ -12,6 +12,7 @@ from typing import Any
 
 NAME = "specialized_decode_tests"
 REPEATABLE, LACKING = "SPECIALIZED_DECODE_TESTS_REPEATABLE", "SPECIALIZED_DECODE_TESTS_LACKING_RANK"
+STALLING = "SPECIALIZED_DECODE_TESTS_STALLING_RANK"
 # A setting of Humming's that the deployment check refuses: a rank that has it lacks a requirement.
 REFUSED_SETTING = "VLLM_HUMMING_USE_F16_ACCUM"
 TEXT_MODEL = "vllm.models.deepseek_v41.nvidia.model:DeepseekV41LLMForCausalLM"
@@ -44,6 +45,10 @@ def register() -> None:
         time_check(rank)
     if os.environ.get(LACKING) == str(rank):
         os.environ[REFUSED_SETTING] = "1"
+    if os.environ.get(STALLING) == str(rank):
+        from tests.gpu.stall import stall_steps
+
+        stall_steps()
     if os.environ.get(REPEATABLE) == "1":
         from tests.gpu.repeatable import make_repeatable
 
