@@ -59,7 +59,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         given = ("--ranks", str(args.ranks), "--minutes", f"{minutes:g}", "--executor-option", args.executor_option)
         environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": NAME if name == "http-stock" else both}
         command = ("tests.gpu.http_phases", name, *paths, *given)
-        return Job(name, command, 60 * minutes + 180, ("checkpoint",), files, environment | served)
+        return Job(name, command, 60 * minutes + 210, ("checkpoint",), files, environment | served)
 
     def one_gpu(module: str, name: str, folder: Path, needs: str, stored: str) -> Job:
         """In one process, on one GPU, as vllm_one_gpu.py's engines."""

@@ -13,6 +13,8 @@ from typing import Any
 NAME = "specialized_decode_tests"
 REPEATABLE, LACKING = "SPECIALIZED_DECODE_TESTS_REPEATABLE", "SPECIALIZED_DECODE_TESTS_LACKING_RANK"
 STALLING = "SPECIALIZED_DECODE_TESTS_STALLING_RANK"
+# In a completion request's vllm_xargs: the output tokens to force, which vLLM takes from requests in its process alone.
+FORCED = "forced"
 # A setting of Humming's that the deployment check refuses: a rank that has it lacks a requirement.
 REFUSED_SETTING = "VLLM_HUMMING_USE_F16_ACCUM"
 TEXT_MODEL = "vllm.models.deepseek_v41.nvidia.model:DeepseekV41LLMForCausalLM"
@@ -38,6 +40,7 @@ def register() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     ModelRegistry.register_model("DeepseekV41ForCausalLM", TEXT_MODEL)
+    take_forced_tokens()
     rank = worker_rank()
     if rank is None:
         return
@@ -53,6 +56,23 @@ def register() -> None:
         from tests.gpu.repeatable import make_repeatable
 
         make_repeatable()
+
+
+def take_forced_tokens() -> None:
+    """Lets requests over HTTP name the tokens that they are to get; the server needs --enable-trace-replay."""
+    from vllm import SamplingParams
+
+    build = SamplingParams.from_optional
+
+    @functools.wraps(build)
+    def from_optional(*args: Any, **kwargs: Any) -> SamplingParams:
+        params = build(*args, **kwargs)
+        tokens = (params.extra_args or {}).get(FORCED)
+        if tokens is not None:
+            params.trace_decode_token_ids = list(tokens)
+        return params
+
+    SamplingParams.from_optional = staticmethod(from_optional)  # type: ignore[method-assign]
 
 
 def time_check(rank: int) -> None:
