@@ -200,7 +200,7 @@ def test_jobs(tmp_path: Path) -> None:
         assert stock.environment == {"VLLM_PLUGINS": ""} and executor.environment == {}
         assert executor.files == (args.store / stored,) and stock.command[3] == executor.command[3]
     assert found["drafts-stock"].command[3] == found["checkpoint-drafts"].command[2]
-    assert found["vision-stock"].command[3] == found["checkpoint"].command[2]
+    assert found["vision-stock"].command[3] == found["checkpoint-drafts"].command[2]
     for name in JOBS.split()[1:8]:
         assert found[name].environment["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         assert found[name].command[1] == name

@@ -14,6 +14,7 @@ import torch
 from specialized_decode.backbone.config import IMAGE_TOKEN_ID
 from tests.gpu.compare import combined, failures_if_close
 from tests.gpu.engine import (
+    SHARED_GPU,
     Engine,
     Outputs,
     Steps,
@@ -150,7 +151,7 @@ def check_images(engine: Engine, args: argparse.Namespace, steps: Steps, store: 
 def settings(args: argparse.Namespace, executor: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's options; the tower's attention by PyTorch, since small bundles have no FlashAttention."""
     images = {"limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TORCH_SDPA"}
-    return options(args, executor, max_model_len=2048, max_num_seqs=max(GRAPH_SIZES), **images)
+    return options(args, executor, max_model_len=2048, max_num_seqs=max(GRAPH_SIZES), **SHARED_GPU, **images)
 
 
 def main(argv: Sequence[str]) -> int:
