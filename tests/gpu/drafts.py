@@ -111,9 +111,9 @@ def first_apart(expected: Drafted, found: Drafted, prompt_tokens: int, positions
     if shared < max(len(expected.tokens), len(found.tokens)):
         said.append(f"token {shared}: found {found.tokens[shared:][:1]}, expected {expected.tokens[shared:][:1]}")
     pairs = zip_longest(expected.accepted, found.accepted)
-    for step, (one, other) in enumerate(pairs):
-        if one != other:
-            said.append(f"verification {step}: found {other} tokens, expected {one}")
+    for step, (count, its) in enumerate(pairs):
+        if count != its:
+            said.append(f"verification {step}: found {its} tokens, expected {count}")
             break
     return "; ".join(said)
 

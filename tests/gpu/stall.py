@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def wait_while_set(flag):  # type: ignore[no-untyped-def]
+def wait_while_set(flag):
     """Spins while the int64 at address `flag` is not 0."""
     host = flag.to(tl.pointer_type(tl.int64))
     value = tl.load(host, volatile=True)

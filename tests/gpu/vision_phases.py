@@ -53,7 +53,7 @@ def picture(size: tuple[int, int], seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy(), "RGB")
+    return Image.fromarray(pixels.numpy())
 
 
 def fill_tower(model: Any) -> int:

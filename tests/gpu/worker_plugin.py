@@ -72,7 +72,7 @@ def take_forced_tokens() -> None:
             params.trace_decode_token_ids = list(tokens)
         return params
 
-    SamplingParams.from_optional = staticmethod(from_optional)  # type: ignore[method-assign]
+    SamplingParams.from_optional = staticmethod(from_optional)
 
 
 def time_check(rank: int) -> None:
