@@ -1,6 +1,11 @@
-"""What a failed phase leaves in its log: the exceptions of all its processes, the first ones first."""
+"""What a failed phase leaves in its log: the exceptions of all its processes, and where those stand that hang."""
 
+import contextlib
+import faulthandler
+import os
 import re
+import signal
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -87,3 +92,36 @@ def causes(logs: Iterable[str], most: int = 4) -> list[Raised]:
         for one in raised(log):
             known.setdefault((one.process, one.said), one)
     return list(known.values())[:most]
+
+
+# How Python tells of its main thread when it is asked by signal, the innermost call first.
+STANDS, CALL = re.compile(r"^Current thread 0x"), re.compile(r'^  File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
+CALLS = 4
+
+
+def tell_on_signal() -> None:
+    """Makes this process write where it stands to its log on SIGUSR1, also while it waits outside Python."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+def ask_where(processes: Iterable[int]) -> None:
+    """Asks processes where they stand; one that does not know the question ends."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+
+
+def standing(log: str) -> list[str]:
+    """Where the processes that were asked stand, the innermost calls first, each place once."""
+    places: list[list[str]] = []
+    inside = False
+    for line in log.split("\n"):
+        if STANDS.match(line):
+            places.append([])
+            inside = True
+        elif inside and (call := CALL.match(line)) and len(places[-1]) < CALLS:
+            places[-1].append("{}:{} {}".format(*call.groups()))
+        elif not line.startswith("  "):
+            inside = False
+    return list(dict.fromkeys(f"stands in {', from '.join(calls)}" for calls in places if calls))

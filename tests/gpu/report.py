@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.evidence import tell_on_signal
+
 
 @dataclass
 class Report:
@@ -38,6 +40,9 @@ class Run:
 
     args: argparse.Namespace
     records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tell_on_signal()
 
     @property
     def events(self) -> Path:

@@ -1,6 +1,10 @@
 """What a failed phase's log says, by the forms that vLLM's processes give their lines."""
 
-from tests.gpu.evidence import WIDTH, causes, raised, shortened
+import subprocess
+import sys
+
+from tests.gpu import vllm_one_gpu
+from tests.gpu.evidence import WIDTH, ask_where, causes, raised, shortened, standing
 
 # Two workers' tracebacks, mixed, one with a message of two lines and a cause; and the main process's own.
 LOG = """(Worker_TP1 pid=7) ERROR 11-30 12:09:27 [multiproc_executor.py:1189] Traceback (most recent call last):
@@ -56,3 +60,27 @@ def test_long_messages_keep_both_ends() -> None:
     long = f"Traceback (most recent call last):\n{'  line' * 5000}\nValueError: {text}"
     (one,) = raised(long)
     assert len(one.line()) == WIDTH and len(one.text) < 7000 and one.text.endswith(" end")
+
+
+def test_where_a_process_stands() -> None:
+    """Its main thread waits outside Python, and another one runs."""
+    program = """
+import threading, time
+from tests.gpu.evidence import tell_on_signal
+tell_on_signal()
+threading.Thread(target=time.sleep, args=(1.5,)).start()
+def inner():
+    print(flush=True)
+    threading.Lock().acquire() and time.sleep(1.5)
+inner()
+"""
+    command = [sys.executable, "-c", program]
+    pipe, root = subprocess.PIPE, vllm_one_gpu.ROOT
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=root)
+    assert process.stdout is not None
+    process.stdout.readline()
+    ask_where([process.pid])
+    _, log = process.communicate()
+    assert process.returncode == 0
+    assert standing(f"before\n{log}after") == ["stands in <string>:8 inner, from <string>:9 <module>"]
+    assert standing(log + log) == standing(log) and standing(LOG) == []

@@ -110,9 +110,11 @@ def test_a_process_that_dies_fails_even_after_good_phases(
 
 def test_a_phase_past_its_limit_is_ended(session: Session, tmp_path: Path) -> None:
     begin = time.monotonic()
-    session.run(job(session, tmp_path, "start('slow', 0.5)\ntime.sleep(60)"))
+    text = f"sys.path.insert(0, {str(vllm_one_gpu.ROOT)!r})\nfrom tests.gpu.evidence import tell_on_signal\n"
+    session.run(job(session, tmp_path, f"{text}tell_on_signal()\nstart('slow', 0.5)\ntime.sleep(60)"))
     assert time.monotonic() - begin < 30
     (bad,) = session.records["it"]
+    assert bad["causes"][0].startswith("stands in job.py:")
     assert (bad["phase"], bad["failures"]) == ("slow", ["slow: ran into its limit of 0 s"])
 
 

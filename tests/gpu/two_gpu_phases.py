@@ -19,6 +19,7 @@ from tests.gpu import ranks as ranks_module
 from tests.gpu import scenarios
 from tests.gpu.compare import Difference, combined, failures_if_close, failures_if_identical
 from tests.gpu.engine import SHARED_GPU, parameters, run_traffic, settled_counters, step_counters
+from tests.gpu.evidence import ask_where
 from tests.gpu.executor_phases import check_counters, executor_option, options
 from tests.gpu.outputs import Recorded, compare, described, load_outputs, padded, replays_by_rows, save_outputs
 from tests.gpu.ranks import Alike, RanksEngine, RankSteps, run_alone
@@ -161,6 +162,8 @@ def check_lost(args: argparse.Namespace, how: signal.Signals | None) -> Report:
         ending.start()
     said = steps_until_error(llm, DEADLINE_SECONDS + AFTER_SECONDS)
     seconds = time.monotonic() - began
+    if not said:
+        ask_where(descendants(os.getpid()))
     # What the processes still have to say, before they are ended.
     time.sleep(2)
     # A rank that stands still is alive to vLLM, so that only the executor's own message can name it.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import commit
-from tests.gpu.evidence import causes, shortened
+from tests.gpu.evidence import causes, shortened, standing
 
 ROOT = Path(__file__).absolute().parent.parent.parent
 WORK = Path("/tmp/specialized-decode/run")
@@ -230,6 +230,9 @@ class Session:
                 if self.left() < 0:
                     why = f"{job.name}: the budget of {self.args.budget:.0f} s is spent"
                 if why:
+                    # Where they stand is the only thing that tells why.
+                    os.killpg(process.pid, signal.SIGUSR1)
+                    time.sleep(1)
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                     break
@@ -263,7 +266,8 @@ class Session:
         logs = [_since(self.args.work / f"{job.name}.log", begins[-1] if begins else 0)]
         logs += [_since(path, 0) for path in sorted(self.args.work.glob(f"{job.name}.*.log"))]
         found = causes(logs, PRINTED)
-        return {"causes": [one.line() for one in found], "tracebacks": [one.text for one in found]}
+        places = [shortened(place) for log in logs for place in standing(log)]
+        return {"causes": [one.line() for one in found] + places, "tracebacks": [one.text for one in found]}
 
     def say_record(self, record: Record) -> None:
         """The one line of a phase, and what went wrong in it."""

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.evidence import tell_on_signal
+
 NAME = "specialized_decode_tests"
 REPEATABLE, LACKING = "SPECIALIZED_DECODE_TESTS_REPEATABLE", "SPECIALIZED_DECODE_TESTS_LACKING_RANK"
 STALLING = "SPECIALIZED_DECODE_TESTS_STALLING_RANK"
@@ -39,6 +41,7 @@ def register() -> None:
     """The entry point: serves the text model alone, and does what is asked for in worker processes."""
     from vllm.model_executor.models.registry import ModelRegistry
 
+    tell_on_signal()
     ModelRegistry.register_model("DeepseekV41ForCausalLM", TEXT_MODEL)
     take_forced_tokens()
     rank = worker_rank()
