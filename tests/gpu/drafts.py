@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.compare import NOISE_ROOM
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, run_in_turn
 from tests.gpu.rank_worker import row_hashes
 from tests.gpu.scenarios import prompt
 
@@ -176,21 +176,19 @@ def set_rates(sampler: Any, rates: Sequence[float] | None) -> None:
 
 
 def run_drafts(engine: Engine, watch: DraftsWatch, lengths: Sequence[int], first: int = 0, name: str = "row") -> Run:
-    """Runs one greedy batch. first: the index of its first request, which decides prompts and draws; name: what the
-    requests' names begin with."""
+    """Runs one greedy batch, whose requests come in turn. first: the index of its first request, which decides prompts
+    and draws; name: what the requests' names begin with."""
     from vllm import SamplingParams
 
-    llm_engine, results = engine.llm.llm_engine, dict[str, Any]()
+    requests = []
     watch.take()
     for index, length in enumerate(lengths, start=first):
         # Synthetic decisions draw from the request's seed and the token's position.
         sampling = SamplingParams(
             temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0, seed=77 + index
         )
-        llm_engine.add_request(f"{name}{index}", {"prompt_token_ids": prompt(length, 300 + index)}, sampling)
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            results[output.request_id] = output.outputs[0]
+        requests.append((f"{name}{index}", {"prompt_token_ids": prompt(length, 300 + index)}, sampling))
+    results = run_in_turn(engine, requests)
     runs = watch.take()
     for one, output in results.items():
         runs[one].tokens = list(output.token_ids)

@@ -216,6 +216,32 @@ def take_logits(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, Tenso
     return logits
 
 
+def run_in_turn(engine: Engine, requests: Sequence[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Runs requests, each a name, a prompt and sampling parameters, as one batch; returns vLLM's CompletionOutputs.
+
+    One comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
+    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
+    """
+    llm_engine = engine.llm.llm_engine
+    outputs: dict[str, Any] = {}
+
+    def step() -> None:
+        outputs.update((output.request_id, output.outputs[0]) for output in llm_engine.step())
+
+    for name, ids, sampling in requests:
+        llm_engine.add_request(name, ids, sampling)
+        while name not in outputs or not outputs[name].token_ids:
+            step()
+    while llm_engine.has_unfinished_requests():
+        step()
+    return outputs
+
+
+def tokens_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
+    """The tokens of CompletionOutputs, by request."""
+    return {name: list(output.token_ids) for name, output in outputs.items()}
+
+
 def run_batch(
     engine: Engine,
     lengths: Sequence[int],
@@ -224,25 +250,12 @@ def run_batch(
     forced: Sequence[Sequence[int]] | None = None,
     record: bool = True,
 ) -> Outputs:
-    """Runs one batch, whose rows are named by their index. seeds: of each row's prompt.
-
-    A row comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
-    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
-    """
-    llm_engine = engine.llm.llm_engine
-    tokens: dict[str, list[int]] = {str(row): [] for row in range(len(lengths))}
-
-    def step() -> None:
-        for output in llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-
+    """Runs one batch, whose rows are named by their index and come in turn. seeds: of each row's prompt."""
+    requests = []
     for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
         sampling = parameters(str(row), length, output_tokens, forced[row] if forced else None, record)
-        llm_engine.add_request(str(row), {"prompt_token_ids": prompt(length, seed)}, sampling)
-        while not tokens[str(row)]:
-            step()
-    while llm_engine.has_unfinished_requests():
-        step()
+        requests.append((str(row), {"prompt_token_ids": prompt(length, seed)}, sampling))
+    tokens = tokens_of(run_in_turn(engine, requests))
     return Outputs(tokens, take_logits(engine, tokens) if record else {})
 
 

@@ -19,9 +19,11 @@ from tests.gpu.engine import (
     Outputs,
     Steps,
     parameters,
+    run_in_turn,
     settled_counters,
     step_counters,
     take_logits,
+    tokens_of,
     watch_captures,
     watch_steps,
 )
@@ -89,16 +91,16 @@ def forced_tokens(tokens: Sequence[int], index: int) -> list[int]:
 def run_images(
     engine: Engine, image_seed: int, which: Sequence[int], forced: dict[str, list[int]] | None = None
 ) -> Outputs:
-    """Runs some of REQUESTS as a batch, along `forced` tokens where given."""
+    """Runs some of REQUESTS as a batch, whose rows come in turn, along `forced` tokens where given."""
     prompts = [inputs(index, image_seed) for index in which]
     # How long a prompt is with its image is vLLM's to say.
     probes = engine.llm.generate(prompts, parameters("", 1, 1, None, record=False), use_tqdm=False)
-    sampling = [
-        parameters(str(index), len(probe.prompt_token_ids), TOKENS, forced[str(index)] if forced else None, record=True)
-        for index, probe in zip(which, probes, strict=True)
-    ]
-    results = engine.llm.generate(prompts, sampling, use_tqdm=False)
-    tokens = {str(index): list(one.outputs[0].token_ids) for index, one in zip(which, results, strict=True)}
+    requests = []
+    for index, given, probe in zip(which, prompts, probes, strict=True):
+        own = forced[str(index)] if forced else None
+        sampling = parameters(str(index), len(probe.prompt_token_ids), TOKENS, own, record=True)
+        requests.append((str(index), given, sampling))
+    tokens = tokens_of(run_in_turn(engine, requests))
     return Outputs(tokens, take_logits(engine, tokens))
 
 

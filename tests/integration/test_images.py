@@ -30,15 +30,38 @@ def test_prompts_are_as_long_as_vllm_says(monkeypatch: pytest.MonkeyPatch) -> No
     asked: list[Any] = []
 
     def generate(prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
-        asked.append(sampling)
-        output = SimpleNamespace(token_ids=[5, 6])
-        return [SimpleNamespace(prompt_token_ids=[0] * (300 + i), outputs=[output]) for i in range(len(prompts))]
+        return [SimpleNamespace(prompt_token_ids=[0] * (300 + i)) for i in range(len(prompts))]
+
+    class Stepping:
+        """Gives each request two tokens, one a step; it tells which requests were running when one came."""
+
+        def __init__(self) -> None:
+            self.running: dict[str, list[int]] = {}
+
+        def add_request(self, name: str, given: Any, sampling: Any) -> None:
+            asked.append((name, given, sampling, {one: len(tokens) for one, tokens in self.running.items()}))
+            self.running[name] = []
+
+        def has_unfinished_requests(self) -> bool:
+            return bool(self.running)
+
+        def step(self) -> list[Any]:
+            outputs = []
+            for name, tokens in list(self.running.items()):
+                tokens.append(5 + len(tokens))
+                outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)]))
+                if len(tokens) == 2:
+                    del self.running[name]
+            return outputs
 
     monkeypatch.setattr(vision_phases, "parameters", lambda *args, **kwargs: args)
-    engine: Any = SimpleNamespace(llm=SimpleNamespace(generate=generate), take=dict)
+    engine: Any = SimpleNamespace(llm=SimpleNamespace(generate=generate, llm_engine=Stepping()), take=dict)
     found = run_images(engine, 1, [0, 2], {"0": [7], "2": [8]})
     assert found.tokens == {"0": [5, 6], "2": [5, 6]}
-    assert [(one[0], one[1], one[3]) for one in asked[1]] == [("0", 300, [7]), ("2", 301, [8])]
+    assert [(one[0], one[2][1], one[2][3]) for one in asked] == [("0", 300, [7]), ("2", 301, [8])]
+    assert "multi_modal_data" in asked[0][1] and "multi_modal_data" not in asked[1][1]
+    # The second comes when the first has a token.
+    assert [one[3] for one in asked] == [{}, {"0": 1}]
 
 
 @pytest.fixture(scope="module")
