@@ -5,7 +5,6 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -101,8 +100,7 @@ CALLS = 4
 
 def tell_on_signal() -> None:
     """Makes this process write where it stands to its log on SIGUSR1, also while it waits outside Python."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def ask_where(processes: Iterable[int]) -> None:

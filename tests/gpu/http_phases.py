@@ -167,7 +167,10 @@ class Soak:
             self._store({"noise": found.total.record(), "farthest": found.farthest})
         else:
             stock = self._stored()
-            failures = judge(held, names, Noise(Difference(**stock["noise"]), stock["farthest"]))
+            if "noise" in stock:
+                failures = judge(held, names, Noise(Difference(**stock["noise"]), stock["farthest"]))
+            else:
+                failures.append(f"{self.store}: found no noise of stock's, expected what its phase `alone` leaves")
         if len(held) < min(LEAST_ALONE, len(given)) or not held:
             failures.append(f"{len(held)} answers in {ALONE_SECONDS:.0f} s, expected at least {LEAST_ALONE}")
         line = (
