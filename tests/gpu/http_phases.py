@@ -37,7 +37,9 @@ from tests.gpu.outputs import described
 from tests.gpu.report import Report, Run
 from tests.gpu.server import GpuMemory, Metrics, Server, form, own_bytes, shared_files
 
-START_SECONDS, STOP_SECONDS, READING_SECONDS = 420.0, 40.0, 3.0
+START_SECONDS, STOP_SECONDS = 420.0, 40.0
+# What the first requests load and compile is no growth of memory, which is read every so often after them.
+WARM_SECONDS, READING_SECONDS = 10.0, 3.0
 # For how long answers are held against the engine alone, and how many there must be at least.
 ALONE_SECONDS, LEAST_ALONE = 90.0, 30
 GPU_LEFT = 64 << 20
@@ -113,8 +115,7 @@ class Soak:
     def soak(self) -> Report:
         """Clients come and go; metrics and memory afterwards."""
         server = self.running()
-        # What the first requests load and compile is no growth.
-        asyncio.run(self._clients(10.0, []))
+        asyncio.run(self._clients(WARM_SECONDS, []))
         before, readings = idle_metrics(server), list[Memory]()
         self.answers = asyncio.run(self._clients(60 * self.args.minutes, readings))
         after = idle_metrics(server)
