@@ -1,10 +1,12 @@
 """The two-GPU script's own logic: what it starts, and that it finds ranks that differ or were not named."""
 
+import os
 import queue
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import ranks, vllm_two_gpus
+from tests.gpu import ranks, two_gpu_phases, vllm_two_gpus
 from tests.gpu.compare import Difference
 from tests.gpu.engine import Outputs
 from tests.gpu.outputs import Recorded
@@ -140,6 +142,65 @@ def test_an_engine_is_stepped_until_its_error_or_the_limit() -> None:
         assert steps_until_error(Stepping(fails=False, hangs=hangs), 0.3) == ""
         assert 0.2 < time.monotonic() - began < 2
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+class Losing:
+    """An engine whose second rank is a process that sleeps; its steps end once that is gone, and its log says so."""
+
+    def __init__(self, log: Path, says: str, ends_by_itself: bool) -> None:
+        self.log, self.says, self.ends = log, says, ends_by_itself
+        self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        self.pids, self.llm, self.llm_engine = [os.getpid(), self.rank.pid], self, self
+        self.stalls, self.steps = 0, 0
+
+    def add_request(self, *args: Any) -> None:
+        assert args[0].startswith("lost-")
+
+    def has_unfinished_requests(self) -> bool:
+        return True
+
+    def collective_rpc(self, name: str) -> list[bool]:
+        assert name == "tests_stall"
+        self.stalls += 1
+        return [False, True]
+
+    def step(self) -> None:
+        self.steps += 1
+        time.sleep(0.001)
+        if self.stalls and (self.ends or self.rank.poll() is not None):
+            self.log.write_text("before\n" + self.says.format(process=self.rank.pid))
+            raise RuntimeError("EngineCore encountered an issue")
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "wrong"),
+    [
+        (signal.SIGKILL, "Worker proc VllmWorker-1 died unexpectedly", ""),
+        (signal.SIGKILL, "found rank 1 (process {process}) ended", ""),
+        (signal.SIGKILL, "found rank 1 (process 1) ended", "nothing names rank 1; the last line: ['found rank 1"),
+        (None, "row 0 of rank 1 did not come within 10 s", ""),
+        (None, "Worker proc VllmWorker-1 died unexpectedly", "nothing names rank 1"),
+    ],
+)
+def test_a_rank_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals | None, says: str, wrong: str
+) -> None:
+    args: Any = Namespace(engine="killed", out=tmp_path, executor_option='{"decode_kernels": true}', expect="identical")
+    (tmp_path / "killed.log").write_text("before\n")
+    engine = Losing(tmp_path / "killed.log", says, ends_by_itself=how is None)
+    asked: list[Any] = []
+    monkeypatch.setattr(two_gpu_phases, "start", lambda *given, **more: asked.append((given[1], more)) or engine)
+    monkeypatch.setattr(two_gpu_phases, "parameters", lambda *given, **more: None)
+    try:
+        report = two_gpu_phases.check_lost(args, how)
+        assert (engine.rank.poll() == -signal.SIGKILL) == (how is not None)
+    finally:
+        engine.rank.kill()
+        engine.rank.wait()
+    assert asked[0][0]["decode_kernels"] is True and asked[0][1] == {"load_format": "dummy"}
+    assert engine.steps > 100 and engine.stalls == 1
+    assert [failure[: len(wrong)] for failure in report.failures] == [wrong] * bool(wrong)
+    assert "EngineCore encountered an issue" in report.line
 
 
 def test_nothing_outlives_the_end() -> None:
