@@ -189,7 +189,12 @@ def test_a_rank_is_lost(
     (tmp_path / "killed.log").write_text("before\n")
     engine = Losing(tmp_path / "killed.log", says, ends_by_itself=how is None)
     asked: list[Any] = []
-    monkeypatch.setattr(two_gpu_phases, "start", lambda *given, **more: asked.append((given[1], more)) or engine)
+
+    def start(args: Any, executor: Any, **more: Any) -> Losing:
+        asked.append((executor, more))
+        return engine
+
+    monkeypatch.setattr(two_gpu_phases, "start", start)
     monkeypatch.setattr(two_gpu_phases, "parameters", lambda *given, **more: None)
     try:
         report = two_gpu_phases.check_lost(args, how)
