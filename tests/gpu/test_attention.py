@@ -12,6 +12,8 @@ from torch import Tensor
 
 from specialized_decode.backbone.attention import Attention
 from specialized_decode.backbone.writer import write_checkpoint
+from specialized_decode.boundary import Boundaries
+from specialized_decode.boundary.coefficients import ReferenceCoefficients
 from specialized_decode.runtime import DecodeStep
 from tests.gpu import attention_phases as phases
 from tests.gpu.attention_phases import EXECUTOR, STEP, VLLM, Constants, LeftOut
@@ -98,7 +100,8 @@ def test_the_rest_of_a_step_is_as_it_was(
 
 def test_sides(pair: Pair, emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without coefficients a step's streams mix evenly; vLLM's side is no step; a step is what it was."""
-    mixes, plan = Constants.of(pair.executor, 8).mixes, pair.executor.plan
+    mixes, plan, boundaries = Constants.of(pair.executor, 8).mixes, pair.executor.plan, pair.executor.boundaries
+    assert isinstance(boundaries, Boundaries)
     steps: list[DecodeStep] = []
     run = DecodeStep.run
 
@@ -120,7 +123,7 @@ def test_sides(pair: Pair, emulated: None, monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.equal(seen[EXECUTOR].hidden, seen[STEP].hidden)
     with phases.on_side(pair.executor, VLLM, mixes), pytest.raises(AssertionError):
         pair.capture(4)
-    assert pair.executor.plan == plan and not isinstance(pair.executor.boundaries.coefficients, phases.FixedMixes)
+    assert pair.executor.plan == plan and isinstance(boundaries.coefficients, ReferenceCoefficients)
     assert not unjoined(pair)
 
 
@@ -280,7 +283,10 @@ def entered(*args: Any) -> Iterator[None]:
 
 def test_the_report(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph is timed over every shape; a side's numbers are its own graphs'."""
-    took = {VLLM: (660.0, 360.0, 330.0, 290.0, 280.0), EXECUTOR: (320.0, 220.0, 212.0, 204.0, 201.0)}
+    took: dict[str, tuple[float, ...]] = {
+        VLLM: (660.0, 360.0, 330.0, 290.0, 280.0),
+        EXECUTOR: (320.0, 220.0, 212.0, 204.0, 201.0),
+    }
     took[STEP] = tuple(time + 30 for time in took[EXECUTOR])
     graphs = {side: [{rows: rows * time for rows in phases.ROWS} for time in times] for side, times in took.items()}
     runner = ToyRunner(pair, Counter(), ())
