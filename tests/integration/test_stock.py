@@ -5,6 +5,7 @@ ships beside them, and functions of its input and its layer in the place of atte
 """
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -260,6 +261,19 @@ def test_rows_are_routed_alike(model: Any, executor: SpecializedDecode) -> None:
     assert len(set(chosen)) > 1
     for layer, bias in zip(layers, before, strict=True):
         assert torch.equal(layer.ffn.gate.e_score_correction_bias, bias)
+
+
+def test_vllm_has_what_is_called(model: Any) -> None:
+    """Of its runner and its layers, by the phases that no test here can run."""
+    from vllm.v1.worker.gpu.input_batch import InputBuffers
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "profile_only" in inspect.signature(GPUModelRunner.capture_model).parameters
+    assert callable(GPUModelRunner.get_model)
+    assert InputBuffers(2, 4, torch.device("cpu")).seq_lens.shape == (2,)
+    for layer in model.model.layers:
+        theirs = list(inspect.signature(type(layer.attn).forward).parameters)
+        assert theirs == list(inspect.signature(LeftOut._forward).parameters)
 
 
 def test_graphs_are_captured_beside_those_there_are(model: Any) -> None:
