@@ -299,6 +299,10 @@ def test_jobs(tmp_path: Path) -> None:
     assert '{"a": 1}' in by_name["executor"].command
     assert all('{"seed": 1}' in by_name[name].command for name in ("stock", "executor"))
     assert all(need in by_name for one in by_name.values() for need in one.needs)
+    # Both sides of attention are one engine's, with the plugin and at full depth.
+    timed, attention = by_name["times-executor"], by_name["attention"]
+    assert attention.environment == {} and attention.needs == timed.needs == ("configuration",)
+    assert attention.command[2:] == timed.command[2:] and attention.command[1] == "attention"
     # Stock and executor serve the same folder.
     folders = [by_name[name].command[by_name[name].command.index("--folder") + 1] for name in ("stock", "executor")]
     assert folders[0] == folders[1] == by_name["checkpoint"].command[2]

@@ -1,4 +1,5 @@
-"""Shows on one GPU what the executor does inside vLLM: values, traffic, kernels when off, life cycle, times.
+"""Shows on one GPU what the executor does inside vLLM: values, traffic, kernels when off, life cycle, times of steps
+and of a layer's attention.
 
 `python -m tests.gpu.vllm_one_gpu --out OUT` from the checkout, with vLLM importable (tools/gpu has a bundle for hosts
 without a package index). Each job is a process of its own; each phase of it prints a line, has a time limit and leaves
@@ -87,6 +88,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         Job("executor", engine("executor", real), 200, ("checkpoint",), stored(args.only, store)),
         Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), environment=off),
         Job("times-executor", engine("times-executor", dummy), 120, ("configuration",)),
+        Job("attention", engine("attention", dummy), 240, ("configuration",)),
     ]
 
 
