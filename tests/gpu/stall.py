@@ -7,14 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
+from specialized_decode.boundary.kernels.fused import now_ns
+
+# Longer than an engine may take to end, and no GPU spins for ever.
+LONGEST_NS = 60_000_000_000
+
 
 @triton.jit
-def wait_while_set(flag):
-    """Spins while the int64 at address `flag` is not 0."""
+def wait_while_set(flag, longest_ns):
+    """Spins while the int64 at address `flag` is not 0, at most so long."""
     host = flag.to(tl.pointer_type(tl.int64))
     value = tl.load(host, volatile=True)
+    start = now_ns()
     while value != 0:
         value = tl.load(host, volatile=True)
+        value = tl.where(now_ns() - start > longest_ns, tl.zeros_like(value), value)
 
 
 class Stall:
@@ -27,10 +34,10 @@ class Stall:
         torch.cuda.synchronize()
 
     def wait(self) -> None:
-        wait_while_set[(1,)](self.flag.data_ptr(), num_warps=1)
+        wait_while_set[(1,)](self.flag.data_ptr(), LONGEST_NS, num_warps=1)
 
     def begin(self) -> None:
-        """Whoever comes to the wait stays there, until the process ends."""
+        """Whoever comes to the wait stays there, until the process ends or LONGEST_NS have gone by."""
         self.flag.numpy()[0] = 1
 
 
