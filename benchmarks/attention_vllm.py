@@ -4,14 +4,12 @@
 benchmarks/results/attention_vllm_h200.json.
 """
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from benchmarks.results import FOLDER, Times
+from benchmarks.conversion import conversion
+from benchmarks.results import Times
 from specialized_decode.backbone.presets import flash_plan
 
 JOB, PHASES = "attention", ("start", "capture", "attention")
@@ -91,25 +89,15 @@ def convert(results: dict[str, Any], name: str, layers: int, experts: int, shard
     )
 
 
-@click.command()
-@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--name", required=True, help="Name of the result: attention_vllm_h200, say.")
-@click.option("--layers", default=40, show_default=True)
-@click.option("--experts", default=384, show_default=True)
-@click.option("--shard-tp", default=4, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder that the result is written to.")
-def main(results: Path, name: str, layers: int, experts: int, shard_tp: int, out: Path) -> None:
-    """Makes a result of RESULTS, the results.json of tests/gpu/vllm_one_gpu.py."""
-    try:
-        result = convert(json.loads(results.read_text(encoding="utf-8")), name, layers, experts, shard_tp)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+def lines(result: AttentionResult) -> Iterator[str]:
+    """Of each run, a line for every kind of layer."""
     for run in result.runs:
         for kind, stock in run.stock.layer_us.items():
             ours = run.executor.layer_us[kind].median
-            click.echo(f"{run.rows} rows, context {run.context}, {kind}: {stock.median:.1f} us, {ours:.1f} us")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+            yield f"{run.rows} rows, context {run.context}, {kind}: {stock.median:.1f} us, {ours:.1f} us"
+
+
+main = conversion(convert, lines, "attention_vllm_h200")
 
 
 if __name__ == "__main__":
