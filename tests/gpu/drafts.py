@@ -1,6 +1,6 @@
 """Requests with DSpark: what comes out, how many drafts are accepted, and the aux hidden states of what stays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -240,12 +240,13 @@ def judge_drafts(
     noise: Apart,
     expect: str,
     parted: Mapping[str, Parting] | None = None,
+    known: Collection[str] = (OTHER_DRAFTS,),
 ) -> list[str]:
     """What is wrong with the executor's run of a batch, given stock's against itself: rows that stock repeats are
     equal, and all others within what another batch does to stock.
 
-    parted: where its batches part from stock's. Where vLLM's own drafter chose other drafts of the same inputs, the
-    rows beside them are no longer the same, and are held to stock's noise.
+    parted: where its batches part from stock's; known: by what they may. Where vLLM's own drafter chose other drafts of
+    the same inputs, the rows beside them are no longer the same, and are held to stock's noise.
     """
     failures = (
         [] if found.keys() == repeats.keys() else [f"requests: found {sorted(found)}, expected {sorted(repeats)}"]
@@ -253,7 +254,7 @@ def judge_drafts(
     for row, one in found.items():
         where = f"; {one.first}" if one.first else ""
         parting = (parted or {}).get(batch_of(row), Parting())
-        if expect == "identical" and row in repeats and repeats[row].same and parting.where != OTHER_DRAFTS:
+        if expect == "identical" and row in repeats and repeats[row].same and parting.where not in known:
             begins = f"; the batch parts in {parting.said}" if parting.said else ""
             failures += [] if one.same else [f"{row}: {one.first or asdict(one)}; expected what stock repeats{begins}"]
             continue
@@ -267,12 +268,17 @@ def judge_drafts(
     return failures
 
 
-def judge_rounds(rounds: Sequence[Parting], expect: str) -> list[str]:
+def known_partings(stock: Iterable[Parting]) -> frozenset[str]:
+    """By what the executor's batches may part from stock's: vLLM's drafts, and whatever stock's own part by."""
+    return frozenset({OTHER_DRAFTS, *(one.where for one in stock if one.where)})
+
+
+def judge_rounds(rounds: Sequence[Parting], expect: str, known: Collection[str] = (OTHER_DRAFTS,)) -> list[str]:
     """What is wrong with the executor's batches with real drafts, each where it parts from stock's: on stock's kernels
-    they part by other drafts alone, and half of them nowhere, or it is no chance of vLLM's drafter."""
+    they part by what is `known` alone, and half of them nowhere, or it is no chance of vLLM's."""
     if expect != "identical":
         return []
-    failures = [f"batch {i}: {one.said}" for i, one in enumerate(rounds) if one.where and one.where != OTHER_DRAFTS]
+    failures = [f"batch {i}: {one.said}" for i, one in enumerate(rounds) if one.where and one.where not in known]
     same = sum(not one.where for one in rounds)
     if 2 * same < len(rounds):
         first = next(one.said for one in rounds if one.where)
@@ -285,13 +291,14 @@ class Recorded:
     """What stock did.
 
     runs, steps: by rates; repeats: each request's run against its second one; noise: what another batch does, over all
-    rates.
+    rates; rounds: where its own batches part that were run again.
     """
 
     runs: dict[str, Run]
     steps: dict[str, list[Step]]
     repeats: dict[str, dict[str, Apart]]
     noise: Apart
+    rounds: list[Parting]
 
 
 def save_runs(path: Path, recorded: Recorded) -> None:
@@ -305,6 +312,7 @@ def save_runs(path: Path, recorded: Recorded) -> None:
                 name: {row: asdict(one) for row, one in rows.items()} for name, rows in recorded.repeats.items()
             },
             "noise": asdict(recorded.noise),
+            "rounds": [asdict(one) for one in recorded.rounds],
         },
         path,
     )
@@ -318,4 +326,5 @@ def load_runs(path: Path) -> Recorded:
         {name: [Step(**one) for one in steps] for name, steps in data["steps"].items()},
         {name: {row: Apart(**one) for row, one in rows.items()} for name, rows in data["repeats"].items()},
         Apart(**data["noise"]),
+        [Parting(**one) for one in data["rounds"]],
     )

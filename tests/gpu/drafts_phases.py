@@ -24,6 +24,7 @@ from tests.gpu.drafts import (
     coverage,
     judge_drafts,
     judge_rounds,
+    known_partings,
     load_runs,
     prompt_length,
     run_batch_and_alone,
@@ -48,7 +49,7 @@ from tests.gpu.report import Run as PhaseRun
 
 # How often the batch with real drafts is run again, for the rate at which it repeats: one batch of the first forty
 # parted (H200, other engines on the same GPU, 2026-11-30).
-ROUNDS = 10
+ROUNDS = 20
 # Of all steps of the batches, those that the executor must have run: few are prefills.
 LEAST_SHARE = 0.5
 
@@ -127,25 +128,27 @@ def record_drafts(engine: Engine, watch: DraftsWatch, store: Path) -> Report:
     """Runs the batch and its rows alone twice with each of the rates; what differs between batch and alone is noise."""
     runs, steps, repeats, failures, lines = {}, {}, {}, [], []
     noise: dict[str, Apart] = {}
-    parted: dict[str, dict[str, str]] = {}
+    parted: dict[str, dict[str, Parting]] = {}
     for name, rates in RATES.items():
         set_rates(engine.runner.rejection_sampler, rates)
         watch.take_steps()
         runs[name] = run_batch_and_alone(engine, watch)
         steps[name] = watch.take_steps()
         repeats[name] = compare_runs(runs[name], run_batch_and_alone(engine, watch))
-        parted[name] = said(partings(steps[name], watch.take_steps()))
+        parted[name] = partings(steps[name], watch.take_steps())
         noise[name] = worst(list(compare_runs(runs[name], alone_in_batch(runs[name])).values()))
         failures += [f"{name}: {failure}" for failure in coverage(name, runs[name])]
         same = sum(one.same for one in repeats[name].values())
         tokens = f"{accepted_by_step(runs[name]):.2f} tokens a step"
         lines.append(f"{name}: {tokens}, {same} of {len(repeats[name])} runs repeat")
-    save_runs(store / "drafts.pt", Recorded(runs, steps, repeats, worst(list(noise.values()))))
     rounds = batch_again(engine, watch, steps["real"])
+    own = [*(one for rows in parted.values() for one in rows.values()), *rounds]
+    save_runs(store / "drafts.pt", Recorded(runs, steps, repeats, worst(list(noise.values())), own))
     lines.append(described_rounds(rounds, "repeat"))
     first = {name: next((one.first for one in rows.values() if one.first), "") for name, rows in repeats.items()}
     noises = {name: asdict(one) for name, one in noise.items()}
-    data = {"noise": noises, "apart": first, "parted": parted, "rounds": [asdict(one) for one in rounds]}
+    wheres = {name: said(rows) for name, rows in parted.items()}
+    data = {"noise": noises, "apart": first, "parted": wheres, "rounds": [asdict(one) for one in rounds]}
     return Report("; ".join(lines), failures, data)
 
 
@@ -157,6 +160,7 @@ def said(parted: dict[str, Parting]) -> dict[str, str]:
 def check_drafts(engine: Engine, watch: DraftsWatch, args: argparse.Namespace, steps: Steps, store: Path) -> Report:
     """The same on the executor, against stock; its counters too."""
     stock = load_runs(store / "drafts.pt")
+    known = known_partings(stock.rounds)
     failures, lines = [], []
     apart: dict[str, dict[str, Any]] = {}
     parted: dict[str, dict[str, str]] = {}
@@ -167,7 +171,7 @@ def check_drafts(engine: Engine, watch: DraftsWatch, args: argparse.Namespace, s
         run = run_batch_and_alone(engine, watch)
         parts = partings(stock.steps[name], watch.take_steps())
         found = compare_runs(stock.runs[name], run)
-        wrong = judge_drafts(name, stock.repeats[name], found, stock.noise, args.expect, parts)
+        wrong = judge_drafts(name, stock.repeats[name], found, stock.noise, args.expect, parts, known)
         wrong += coverage(name, run)
         failures += [f"{name}: {failure}" for failure in wrong]
         same = sum(one.same for one in found.values())
@@ -176,7 +180,7 @@ def check_drafts(engine: Engine, watch: DraftsWatch, args: argparse.Namespace, s
         lines += [f"{name}: {batch} parts at {where}" for batch, where in parted[name].items()]
     rounds = batch_again(engine, watch, stock.steps["real"])
     lines.append(described_rounds(rounds, "are stock's"))
-    failures += [f"real again: {failure}" for failure in judge_rounds(rounds, args.expect)]
+    failures += [f"real again: {failure}" for failure in judge_rounds(rounds, args.expect, known)]
     counted_steps = steps.since(before)
     total = counted_steps.total
     counted = settled_counters(engine, total, counters)

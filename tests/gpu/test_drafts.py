@@ -20,6 +20,7 @@ from tests.gpu.drafts import (
     coverage,
     judge_drafts,
     judge_rounds,
+    known_partings,
     load_runs,
     save_runs,
 )
@@ -45,7 +46,7 @@ def test_rejected_drafts_are_left_out_and_later_rows_replace() -> None:
     given: list[Any] = []
     drafted_ids = torch.tensor([[7, 8], [5, 6]])
 
-    def propose(*args: Any, **kwargs: Any) -> str:
+    def propose(*args: Any, **kwargs: Any) -> torch.Tensor:
         given.append((args, kwargs))
         return drafted_ids
 
@@ -164,6 +165,10 @@ def test_other_drafts_are_vllms_own_and_nothing_else_is() -> None:
         "1 of 3 batches are stock's, expected at least half; first: step 7: drafts of row1"
     ]
     assert judge_rounds([step, step], "close") == []
+    # What stock does by itself, no executor is blamed for.
+    known = known_partings([same, step])
+    assert judge_rounds([same, step], "identical", known) == []
+    assert judge_drafts("real", repeats, apart, noise, "identical", {"row": step}, known) == []
 
 
 def test_runs_that_part_at_once_have_nothing_to_compare() -> None:
@@ -228,12 +233,13 @@ def test_other_rows_are_close() -> None:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     run = {"row0": drafted([4, 5, 6], 1)}
     steps = [verified()]
-    recorded = Recorded({"mixed": run}, {"mixed": steps}, {"mixed": {"row0": SAME}}, SAME)
+    recorded = Recorded({"mixed": run}, {"mixed": steps}, {"mixed": {"row0": SAME}}, SAME, [Parting("step", "there")])
     save_runs(tmp_path / "a" / "drafts.pt", recorded)
     found = load_runs(tmp_path / "a" / "drafts.pt")
     assert compare_runs(found.runs["mixed"], run)["row0"].same
     assert partings(steps, found.steps["mixed"]) == {"row": Parting()}
     assert found.repeats == {"mixed": {"row0": SAME}} and found.noise == SAME
+    assert known_partings(found.rounds) == {"drafts", "step"} and known_partings([Parting()]) == {"drafts"}
 
 
 def test_settings() -> None:
@@ -306,11 +312,11 @@ def test_stock_and_the_executor_run_the_real_batch_again(tmp_path: Path, monkeyp
     other_drafts = [replace(batch[0], drafts=batch[0].drafts + 1), verified(start=42)]
     other_step = [batch[0], replace(batch[1], hashes=batch[1].hashes + 1)]
 
-    stock: Any = Scripted([[*batch, *alone]] * 8 + [batch] * 9 + [other_drafts])
+    stock: Any = Scripted([[*batch, *alone]] * 8 + [batch] * 19 + [other_drafts])
     report = drafts_phases.record_drafts(stock, stock, tmp_path)
     assert report.failures == [] and stock.batches == [] and stock.rates[-1] is None
-    assert "real again: 9 of 10 batches repeat, first: step 0: drafts of row0" in report.line
-    assert [one["where"] for one in report.data["rounds"]] == [""] * 9 + ["drafts"]
+    assert "real again: 19 of 20 batches repeat, first: step 0: drafts of row0" in report.line
+    assert [one["where"] for one in report.data["rounds"]] == [""] * 19 + ["drafts"]
 
     def executor(again: list[list[Step]], real: list[Step]) -> Any:
         engine: Any = Scripted([[*batch, *alone]] * 3 + [[*real, *alone], *again])
@@ -319,10 +325,10 @@ def test_stock_and_the_executor_run_the_real_batch_again(tmp_path: Path, monkeyp
         assert engine.batches == []
         return report
 
-    report = executor([batch] * 9 + [other_drafts], other_drafts)
+    report = executor([batch] * 19 + [other_drafts], other_drafts)
     assert report.failures == [] and "real: row parts at drafts: step 0: drafts of row0" in report.line
     assert report.data["parted"]["real"].keys() == {"row"} and report.data["parted"]["all"] == {}
-    (failure,) = executor([batch] * 9 + [other_step], batch).failures
-    assert failure.startswith("real again: batch 9: step 1: aux state 0 of 6 of 6 tokens, first row0 at position 42")
-    (failure,) = executor([batch] * 4 + [other_drafts] * 6, batch).failures
-    assert failure.startswith("real again: 4 of 10 batches are stock's, expected at least half")
+    (failure,) = executor([batch] * 19 + [other_step], batch).failures
+    assert failure.startswith("real again: batch 19: step 1: aux state 0 of 6 of 6 tokens, first row0 at position 42")
+    (failure,) = executor([batch] * 9 + [other_drafts] * 11, batch).failures
+    assert failure.startswith("real again: 9 of 20 batches are stock's, expected at least half")
