@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.gpu.compare import NOISE_ROOM
-from tests.gpu.drafts_steps import DRAFTS as OTHER_DRAFTS
 from tests.gpu.drafts_steps import Parting, Step, batch_of
 from tests.gpu.engine import Engine, run_in_turn
 from tests.gpu.rank_worker import row_hashes
@@ -240,13 +239,13 @@ def judge_drafts(
     noise: Apart,
     expect: str,
     parted: Mapping[str, Parting] | None = None,
-    known: Collection[str] = (OTHER_DRAFTS,),
+    known: Collection[str] = (),
 ) -> list[str]:
     """What is wrong with the executor's run of a batch, given stock's against itself: rows that stock repeats are
     equal, and all others within what another batch does to stock.
 
-    parted: where its batches part from stock's; known: by what they may. Where vLLM's own drafter chose other drafts of
-    the same inputs, the rows beside them are no longer the same, and are held to stock's noise.
+    parted: where its batches part from stock's; known: by what stock's own part, so that these may, and are then held
+    to stock's noise.
     """
     failures = (
         [] if found.keys() == repeats.keys() else [f"requests: found {sorted(found)}, expected {sorted(repeats)}"]
@@ -269,11 +268,11 @@ def judge_drafts(
 
 
 def known_partings(stock: Iterable[Parting]) -> frozenset[str]:
-    """By what the executor's batches may part from stock's: vLLM's drafts, and whatever stock's own part by."""
-    return frozenset({OTHER_DRAFTS, *(one.where for one in stock if one.where)})
+    """By what the executor's batches may part from stock's: what stock's own part by."""
+    return frozenset(one.where for one in stock if one.where)
 
 
-def judge_rounds(rounds: Sequence[Parting], expect: str, known: Collection[str] = (OTHER_DRAFTS,)) -> list[str]:
+def judge_rounds(rounds: Sequence[Parting], expect: str, known: Collection[str] = ()) -> list[str]:
     """What is wrong with the executor's batches with real drafts, each where it parts from stock's: on stock's kernels
     they part by what is `known` alone, and half of them nowhere, or it is no chance of vLLM's."""
     if expect != "identical":

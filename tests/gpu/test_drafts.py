@@ -146,11 +146,13 @@ def test_the_first_parting_counts() -> None:
     assert partings(steps, steps[:2])["alone0"].where == "batch"
 
 
-def test_other_drafts_are_vllms_own_and_nothing_else_is() -> None:
+def test_what_stock_does_by_itself_is_excused_and_nothing_else_is() -> None:
     noise, repeats = replace(SAME, logprob=0.1, rms=0.01), {"row0": SAME, "alone0": SAME}
     apart = {"row0": replace(SAME, whole=False, aux=False, rms=0.005), "alone0": SAME}
     drafts, step = Parting("drafts", "step 7: drafts of row1"), Parting("step", "step 7: aux state 0")
-    judged = lambda rows, parted: judge_drafts("real", repeats, rows, noise, "identical", parted)
+    assert known_partings([Parting()]) == frozenset()
+    known = known_partings([Parting(), drafts])
+    judged = lambda rows, parted: judge_drafts("real", repeats, rows, noise, "identical", parted, known)
     assert judged(apart, {"row": drafts, "alone0": Parting()}) == []
     # Within stock's noise all the same.
     assert len(judged(apart | {"row0": replace(apart["row0"], rms=0.02)}, {"row": drafts})) == 1
@@ -159,16 +161,13 @@ def test_other_drafts_are_vllms_own_and_nothing_else_is() -> None:
     # One batch's drafts excuse no other's rows.
     assert len(judged({"row0": SAME, "alone0": apart["row0"]}, {"row": drafts, "alone0": Parting()})) == 1
     same = Parting()
-    assert judge_rounds([same, drafts, same, drafts], "identical") == []
-    assert judge_rounds([same, step], "identical") == ["batch 1: step 7: aux state 0"]
-    assert judge_rounds([same, drafts, drafts], "identical") == [
+    assert judge_rounds([same, drafts, same, drafts], "identical", known) == []
+    assert judge_rounds([same, drafts], "identical") == ["batch 1: step 7: drafts of row1"]
+    assert judge_rounds([same, step], "identical", known) == ["batch 1: step 7: aux state 0"]
+    assert judge_rounds([same, drafts, drafts], "identical", known) == [
         "1 of 3 batches are stock's, expected at least half; first: step 7: drafts of row1"
     ]
     assert judge_rounds([step, step], "close") == []
-    # What stock does by itself, no executor is blamed for.
-    known = known_partings([same, step])
-    assert judge_rounds([same, step], "identical", known) == []
-    assert judge_drafts("real", repeats, apart, noise, "identical", {"row": step}, known) == []
 
 
 def test_runs_that_part_at_once_have_nothing_to_compare() -> None:
@@ -239,7 +238,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert compare_runs(found.runs["mixed"], run)["row0"].same
     assert partings(steps, found.steps["mixed"]) == {"row": Parting()}
     assert found.repeats == {"mixed": {"row0": SAME}} and found.noise == SAME
-    assert known_partings(found.rounds) == {"drafts", "step"} and known_partings([Parting()]) == {"drafts"}
+    assert known_partings(found.rounds) == {"step"}
 
 
 def test_settings() -> None:
