@@ -41,7 +41,7 @@ START_SECONDS, STOP_SECONDS = 420.0, 40.0
 # What the first requests load and compile is no growth of memory, which is read every so often after them.
 WARM_SECONDS, READING_SECONDS = 10.0, 3.0
 # For how long answers are held against the engine alone, and how many there must be at least.
-ALONE_SECONDS, LEAST_ALONE = 90.0, 30
+ALONE_SECONDS, LEAST_ALONE = 60.0, 30
 GPU_LEFT = 64 << 20
 
 
