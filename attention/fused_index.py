@@ -11,8 +11,9 @@ from specialized_decode.attention.fused import FusedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
+from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
-from specialized_decode.attention.views import AttentionView, CacheView, LayerCaches
+from specialized_decode.attention.views import AttentionView, CacheView, IndexerView, LayerCaches
 
 KEY_RECORD = 132
 LATENT = 512
@@ -93,58 +94,69 @@ class FusedIndexer:
     def compress(self, attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> None:
         """The rows' latents into the compressed cache, the keys made of them into the index cache, and the open group's
         rows into its ring."""
-        compressor, indexer, ring = attn.compressor, attn.indexer, caches.ring
-        assert compressor is not None and indexer is not None and indexer.wk is not None and indexer.k_norm is not None
-        assert caches.compressed is not None and caches.index is not None
-        assert attn.compressed_cache is not None and indexer.k_cache is not None
         splits, rows, n = inputs.partial.shape
-        cache, stride, log2 = kv_pages(attn.compressed_cache)
-        keys, keys_stride, keys_log2 = key_pages(indexer.k_cache)
-        rings, meta = inputs.partial, caches.compressed
-        ring_slots, starts, ring_stride, states = meta.slot_mapping, meta.query_start_loc, 0, 1
-        if compressor.ratio > 1:
-            assert ring is not None and compressor.state_cache is not None
-            rings, states = compressor.state_cache, ring.states
-            if rings.dtype != torch.float32 or rings.stride()[1:] != (2 * LATENT, 1):
-                raise ValueError(
-                    f"compressor's rings: found {rings.dtype} {list(rings.shape)}, strides {list(rings.stride())}, "
-                    f"expected float32 [rings, rows, {2 * LATENT}], rows one behind the other"
-                )
-            ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
-            meta = ring  # type: ignore[assignment]
         compress_kernel[(rows, 2)](
-            inputs.partial,
-            rows,
-            compressor.norm,
-            compressor.eps,
-            positions,
-            attn.cos_sin,
-            meta.token_to_req,
-            ring_slots,
-            starts,
-            rings,
-            ring_stride,
-            states,
-            caches.compressed.slot_mapping,
-            cache,
-            stride,
-            log2,
-            indexer.wk.weight,
-            indexer.k_norm,
-            indexer.eps,
-            caches.index.slot_mapping,
-            keys,
-            keys_stride,
-            keys_log2,
+            *_compressing(attn, inputs, positions, caches),
             N=n,
             SPLITS=splits,
-            RATIO=compressor.ratio,
+            RATIO=attn.indexer.ratio,  # type: ignore[union-attr]
             EARLY=tuning.COMPRESS_EARLY,
             num_warps=tuning.COMPRESS_WARPS,
             launch_pdl=True,
             # So that records come out as the reference's, whatever the compiler could have fused.
             enable_fp_fusion=False,
         )
+
+    def compress_scores(
+        self,
+        attn: AttentionView,
+        q: Tensor,
+        inputs: IndexInputs,
+        positions: Tensor,
+        caches: LayerCaches,
+        full: bool = False,
+    ) -> Tensor:
+        """`compress` and `scores` in one launch, for a layer that has a compressor, of all positions."""
+        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        indexer, heads, width = self._checked(attn, q, rows, meta)
+        assert meta is not None
+        cut, out = tuning.scores(rows, True), _score_rows(rows, width, q.device)
+        compress_scores_kernel[(2 + tuning.score_programs(rows, width, True), rows)](
+            *_compressing(attn, inputs, positions, caches),
+            q,
+            inputs.heads,
+            caches.window.slot_mapping,
+            meta.block_table,
+            meta.block_table.stride(0),
+            out,
+            out.stride(0),
+            width,
+            self.bins,
+            (heads * indexer.head_dim) ** -0.5,
+            HEADS=heads,
+            PADDED=max(16, 1 << (heads - 1).bit_length()),
+            N=n,
+            SPLITS=splits,
+            RATIO=indexer.ratio,
+            EARLY=tuning.INSIDE_EARLY,
+            KEYS=cut.keys,
+            FULL=full,
+            num_warps=cut.warps,
+            maxnreg=tuning.scores_registers(heads),
+            launch_pdl=True,
+            enable_fp_fusion=False,
+        )
+        return out
+
+    @staticmethod
+    def _checked(attn: AttentionView, q: Tensor, rows: int, meta: CacheView | None) -> tuple[IndexerView, int, int]:
+        """The indexer, its heads, and columns of scores. Raises ValueError for what the kernels would misread."""
+        indexer = attn.indexer
+        assert indexer is not None and meta is not None
+        check_rows("index queries", q, torch.bfloat16, (rows, indexer.num_heads * indexer.head_dim))
+        if meta.block_table.stride(1) != 1:
+            raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
+        return indexer, indexer.num_heads, score_columns(meta, indexer.ratio)
 
     def scores(
         self,
@@ -159,19 +171,15 @@ class FusedIndexer:
         """q: [T, heads * 128] bfloat16, of `wq_b` -> scores [T, n] float32 of all positions that a request may hold, as
         `reference.index_scores`; but behind a row's own they are left as they were, unless `full`, and padding rows
         have none. flags: [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
-        indexer, meta = attn.indexer, caches.index
-        assert indexer is not None and meta is not None and indexer.k_cache is not None
-        splits, rows, n = inputs.partial.shape
-        heads, width = indexer.num_heads, score_columns(meta, indexer.ratio)
-        check_rows("index queries", q, torch.bfloat16, (rows, heads * indexer.head_dim))
+        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        indexer, heads, width = self._checked(attn, q, rows, meta)
+        assert meta is not None and indexer.k_cache is not None
         expected = torch.bool, (rows, width), 1
         if flags is not None and (flags.dtype, flags.shape, flags.stride(1)) != expected:
             found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
             raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
-        if meta.block_table.stride(1) != 1:
-            raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
         cache, stride, log2 = key_pages(indexer.k_cache)
-        out = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=q.device)[:, :width]
+        cut, out = tuning.scores(rows), _score_rows(rows, width, q.device)
         index_scores_kernel[(tuning.score_programs(rows, width), rows)](
             q,
             inputs.partial,
@@ -198,10 +206,10 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=indexer.ratio,
-            KEYS=tuning.KEYS,
+            KEYS=cut.keys,
             FLAGS=flags is not None,
             FULL=full,
-            num_warps=tuning.SCORES_WARPS,
+            num_warps=cut.warps,
             maxnreg=tuning.scores_registers(heads),
             launch_pdl=True,
             # So that queries come out as the reference's.
@@ -230,7 +238,7 @@ class FusedIndexer:
             positions,
             caches.window.slot_mapping,
             self.bins,
-            torch.empty(rows, 3, scores.stride(0), dtype=torch.int32, device=scores.device),
+            torch.empty(rows, 2, scores.stride(0), dtype=torch.int32, device=scores.device),
             meta.token_to_req,
             meta.block_table,
             meta.block_table.stride(0),
@@ -241,8 +249,8 @@ class FusedIndexer:
             RATIO=attn.indexer.ratio,
             TOPK=topk,
             TOPK_PADDED=1 << (topk - 1).bit_length(),
-            STRIPE=tuning.STRIPE,
-            STRIPES=tuning.STRIPES,
+            STRIPE=32 * tuning.TOP_WARPS,
+            STRIPES=tuning.CHUNK // (32 * tuning.TOP_WARPS),
             SHORT=tuning.SHORT,
             TILE=tuning.TIES,
             RIVALS=tuning.RIVALS,
@@ -268,7 +276,55 @@ class FusedIndexer:
             flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
             for given, full in ((None, False), (None, True), (flags, False)):
                 scores = self.scores(layer, q, inputs, positions, caches, given, full)
+                if attn.compressor is not None and given is None:
+                    scores = self.compress_scores(layer, q, inputs, positions, caches, full)
             self.top(layer, scores, positions, caches)
+
+
+def _compressing(attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> tuple[Any, ...]:
+    """The compressor's arguments of a launch. Raises ValueError for rings that it would misread."""
+    compressor, indexer, ring = attn.compressor, attn.indexer, caches.ring
+    assert compressor is not None and indexer is not None and indexer.wk is not None and indexer.k_norm is not None
+    assert caches.compressed is not None and caches.index is not None
+    assert attn.compressed_cache is not None and indexer.k_cache is not None
+    rings, meta = inputs.partial, caches.compressed
+    ring_slots, starts, ring_stride, states = meta.slot_mapping, meta.query_start_loc, 0, 1
+    if compressor.ratio > 1:
+        assert ring is not None and compressor.state_cache is not None
+        rings, states = compressor.state_cache, ring.states
+        if rings.dtype != torch.float32 or rings.stride()[1:] != (2 * LATENT, 1):
+            raise ValueError(
+                f"compressor's rings: found {rings.dtype} {list(rings.shape)}, strides {list(rings.stride())}, "
+                f"expected float32 [rings, rows, {2 * LATENT}], rows one behind the other"
+            )
+        ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
+        meta = ring  # type: ignore[assignment]
+    return (
+        inputs.partial,
+        inputs.partial.shape[1],
+        compressor.norm,
+        compressor.eps,
+        positions,
+        attn.cos_sin,
+        meta.token_to_req,
+        ring_slots,
+        starts,
+        rings,
+        ring_stride,
+        states,
+        caches.compressed.slot_mapping,
+        *kv_pages(attn.compressed_cache),
+        indexer.wk.weight,
+        indexer.k_norm,
+        indexer.eps,
+        caches.index.slot_mapping,
+        *key_pages(indexer.k_cache),
+    )
+
+
+def _score_rows(rows: int, width: int, device: torch.device) -> Tensor:
+    """Room for scores [rows, width] float32."""
+    return torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=device)[:, :width]
 
 
 def score_columns(meta: CacheView, ratio: int) -> int:

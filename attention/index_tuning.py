@@ -1,6 +1,7 @@
-"""Launch configurations of the index kernels: pure functions. But for `BESIDE`, none of their numbers is measured yet
-against others."""
+"""Launch configurations of the index kernels: pure functions. Most of their numbers are not measured yet against
+others."""
 
+from enum import Enum
 from typing import NamedTuple
 
 # Rows up to which a step runs the index kernels: the head weights and the compressor are projected with rows as the
@@ -14,25 +15,77 @@ MOST_BYTES = 96 * 1024
 ROUND = 110
 MULTIPROCESSORS = 132
 
-# Whether queries, scores and selection run beside `wq_b`, or ahead of it: then no stream is joined right before
-# attention, which may read the selection's records while `wq_b` runs, and store the step's own. Beside is faster on an
-# H200 for every kind of layer at 1 and 8 rows and a context of 8192: by 0.3 to 13 us.
-BESIDE = True
 
-# Warps of a row's programs, and the quarters of `wk` that one holds ahead of its wait: so many that its registers still
-# fit beside those of a projection's program.
-COMPRESS_WARPS, COMPRESS_EARLY = 8, 2
+class Beside(Enum):
+    """What runs on the indexer's stream, beside the other: queries, scores and selection, or `wq_b`. Or nothing: then
+    the former run ahead of the latter, and no stream is joined right before attention, which may read the selection's
+    records while `wq_b` runs, and store the step's own."""
 
-# Keys of a tile, warps of its program, and programs that run at once, by registers of a thread of up to 32 heads.
-KEYS, SCORES_WARPS = 64, 4
-SCORES_RESIDENT, SCORES_REGISTERS = 4 * MULTIPROCESSORS, 128
+    INDEX = "index"
+    WQ_B = "wq_b"
+    NOTHING = "nothing"
 
-# A row's selection: its warps, a stripe of one score a thread, so that no layout changes ahead of a scattered store,
-# and stripes at a time; the longest list whose numbers are compared with each other, so many with so many at a time;
-# and of a longer one, numbers taken at a time.
-TOP_WARPS, STRIPE, STRIPES = 16, 512, 16
+
+class Schedule(NamedTuple):
+    """How a source's launches lie on the streams: what runs on the indexer's; whether the compressor's programs run in
+    the scores' launch, which then waits for the projection alone; and whether that is joined ahead of `norm_insert`,
+    which has little to read ahead, rather than by the scores."""
+
+    beside: Beside
+    inside: bool
+    join_early: bool
+
+
+# With `inside`, which alone may join early; without, INDEX is faster on an H200 than NOTHING, for every kind of layer
+# at 1 and 8 rows and a context of 8192: by 0.3 to 13 us. None with it, nor WQ_B, is measured.
+SCHEDULES = (
+    Schedule(Beside.WQ_B, True, True),
+    Schedule(Beside.WQ_B, True, False),
+    Schedule(Beside.WQ_B, False, False),
+    Schedule(Beside.INDEX, True, True),
+    Schedule(Beside.INDEX, True, False),
+    Schedule(Beside.INDEX, False, False),
+    Schedule(Beside.NOTHING, True, True),
+    Schedule(Beside.NOTHING, True, False),
+    Schedule(Beside.NOTHING, False, False),
+)
+SCHEDULE = SCHEDULES[1]
+
+# The compressor's warps in a launch of its own, and the sixteenths of `wk` that a program holds ahead of its wait: so
+# many that its registers still fit beside those of a projection's program. And those that it holds in the scores'
+# launch, whose registers are fewer.
+COMPRESS_WARPS, COMPRESS_EARLY, INSIDE_EARLY = 8, 12, 4
+
+# Registers of a thread of the scores' launch, of up to 32 heads.
+SCORES_REGISTERS = 128
+
+# A row's selection: its warps, of those that may serve, and scores taken at a time, in stripes of one a thread, so that
+# no layout changes ahead of a scattered store; the longest list whose numbers are compared with each other, so many
+# with so many at a time; and of a longer one, numbers taken at a time.
+TOP_WARPS, TOPS, CHUNK = 16, (8, 16, 32), 8192
 SHORT, TIES, RIVALS, LONG = 512, 128, 32, 512
 MAX_TOPK = 2048
+
+
+class ScoresCut(NamedTuple):
+    """How scores are cut: keys of a tile, and warps of its program."""
+
+    keys: int
+    warps: int
+
+    @property
+    def resident(self) -> int:
+        """Programs that run at once, of up to 32 heads."""
+        return 65536 // (SCORES_REGISTERS * 32 * self.warps) * MULTIPROCESSORS
+
+
+# Those that may serve a launch with the compressor's programs, and one without; what does, for up to FEW_ROWS rows and
+# for more. Not measured.
+INSIDE_CUTS = ScoresCut(32, 8), ScoresCut(64, 8), ScoresCut(128, 8)
+CUTS = (*INSIDE_CUTS, ScoresCut(64, 4))
+FEW_ROWS = 2
+INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[1], INSIDE_CUTS[1]
+FEW, MANY = CUTS[1], CUTS[1]
 
 
 class IndexProjection(NamedTuple):
@@ -64,12 +117,21 @@ def index_projection(n: int, k: int) -> IndexProjection:
     return launch
 
 
+def scores(rows: int, inside: bool = False) -> ScoresCut:
+    """The cut of a launch of so many rows; inside: with the compressor's programs."""
+    if inside:
+        return INSIDE_FEW if rows <= FEW_ROWS else INSIDE_MANY
+    return FEW if rows <= FEW_ROWS else MANY
+
+
 def scores_registers(heads: int) -> int | None:
     """What the compiler may use, a few less than it would; None for what it wants: more heads need more."""
     return SCORES_REGISTERS if heads <= 32 else None
 
 
-def score_programs(rows: int, width: int) -> int:
-    """Programs that share a row's `width` positions: those that run at once, or fewer with as many tiles each."""
-    tiles, most = -(-width // KEYS), max(1, SCORES_RESIDENT // rows)
+def score_programs(rows: int, width: int, inside: bool = False) -> int:
+    """Programs that share a row's `width` positions: those that run at once, with the compressor's two of a row where
+    they are inside, or fewer with as many tiles each."""
+    cut = scores(rows, inside)
+    tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 2 * inside)
     return max(1, -(-tiles // -(-tiles // most)))

@@ -141,18 +141,27 @@ class AttentionStep:
             qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
             q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
             return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
+        schedule = index_tuning.SCHEDULE
+        if kernels is not None and schedule.join_early and not self._compresses_apart:
+            self.aux.compressor.join()
         qr = fused.norm_insert(attn, projected, positions, caches.window)
+        beside = schedule.beside if step.overlap_inputs else index_tuning.Beside.NOTHING
         if kernels is not None:
-            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
+            if beside == index_tuning.Beside.WQ_B:
+                with self.aux.indexer.fork():
+                    q = self.wq_b(qr, step)
+            with self.aux.indexer.fork() if beside == index_tuning.Beside.INDEX else nullcontext():
+                selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
             # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
-            settled = not self._index_beside(step)
+            settled = beside == index_tuning.Beside.NOTHING
         else:
             self._index(qr, index_weights, positions, caches, step)
-        q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
+        if kernels is None or beside != index_tuning.Beside.WQ_B:
+            q = self.wq_b(qr, step)
         self.aux.join()
         if caches.compressed is not None and selected is None:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        return fused(attn, q, positions, window, selected, settled)
+        return fused(attn, q.unflatten(1, (attn.num_heads, attn.head_dim)), positions, window, selected, settled)
 
     @staticmethod
     def _beside(stream: SideStream, step: StepGates) -> AbstractContextManager[None]:
@@ -208,17 +217,18 @@ class AttentionStep:
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
 
-    @staticmethod
-    def _index_beside(step: StepGates) -> bool:
-        return step.overlap_inputs and index_tuning.BESIDE
+    @property
+    def _compresses_apart(self) -> bool:
+        """Whether the compressor has a launch of its own ahead of the scores', which its kernels then join."""
+        return self.attn.compressor is not None and (self.consumer is not None or not index_tuning.SCHEDULE.inside)
 
     def _index_inputs(
         self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
     ) -> "IndexInputs":
-        """As `_compress` and `_index_weights`, in two launches, or one without a compressor."""
+        """As `_compress` and `_index_weights`, in two launches; in one where the scores' compresses, or nobody."""
         with self._beside(self.aux.compressor, step):
             inputs = kernels.project(x)
-            if self.attn.compressor is not None:
+            if self._compresses_apart:
                 kernels.compress(self.attn, inputs, positions, caches)
         return inputs
 
@@ -231,23 +241,25 @@ class AttentionStep:
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """As `_index`, in three launches, of which the last makes the table too: the selection's slots [T, topk].
-        queries: projects them."""
+        """As `_index`, on the current stream in three launches, of which the last makes the table too: the selection's
+        slots [T, topk]. queries: projects them."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
-        with self.aux.indexer.fork() if self._index_beside(step) else nullcontext():
-            q, flags = queries(), None
-            if consumer is not None and blocks is not None:
-                width = max(caches.index.max_seq_len // indexer.ratio, 1)
-                flags = consumer.join(blocks[: step.rows], width)
-            self.aux.compressor.join()
-            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full=source is not None)
-            if source is not None and blocks is not None:
-                source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
-            slots = kernels.top(attn, scores, positions, caches)
-            self.tables.publish(attn.layer_id)
-            self.tables.keep(attn, caches.compressed, slots)
+        q, flags, full = queries(), None, source is not None
+        if consumer is not None and blocks is not None:
+            width = max(caches.index.max_seq_len // indexer.ratio, 1)
+            flags = consumer.join(blocks[: step.rows], width)
+        self.aux.compressor.join()
+        if attn.compressor is None or self._compresses_apart:
+            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
+        else:
+            scores = kernels.compress_scores(attn, q, inputs, positions, caches, full)
+        if source is not None and blocks is not None:
+            source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
+        slots = kernels.top(attn, scores, positions, caches)
+        self.tables.publish(attn.layer_id)
+        self.tables.keep(attn, caches.compressed, slots)
         return slots
 
     def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:

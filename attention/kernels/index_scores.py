@@ -53,19 +53,25 @@ def _keys(cache, stride, table, log2, column, inside):
 
 
 @triton.jit
-def _queries(q, weights, at, turn, rows, row, scale, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
-    """The row's queries [heads, 128], turned and quantized, as float16, and the heads' weights with their scales."""
+def loaded_queries(q, weights, at, turn, rows, row, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
+    """The row's queries [heads, 128] bfloat16 as projected, the heads' weights, and cosines and sines of pairs."""
     head, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     inside = head < HEADS
-    x = tl.load(q + (row * HEADS + head)[:, None] * WIDTH + d[None, :], inside[:, None], other=0.0).to(tl.float32)
+    x = tl.load(q + (row * HEADS + head)[:, None] * WIDTH + d[None, :], inside[:, None], other=0.0)
     weight = tl.load(weights + row * N + at + head, inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         weight += tl.load(weights + (split * rows + row) * N + at + head, inside, other=0.0)
     pair = tl.arange(0, WIDTH // 2)
     last = pair >= (WIDTH - TAIL) // 2
-    cos = tl.load(turn + pair - HALF, last, other=1.0)[None, :]
-    sin = tl.load(turn + pair, last, other=0.0)[None, :]
-    real, imaginary = tl.split(tl.reshape(x, (PADDED, WIDTH // 2, 2)))
+    return x, weight, tl.load(turn + pair - HALF, last, other=1.0), tl.load(turn + pair, last, other=0.0)
+
+
+@triton.jit
+def turned_queries(loaded, scale, PADDED: tl.constexpr):
+    """Loaded queries, turned and quantized, as float16, and the heads' weights with their scales."""
+    x, weight, cos, sin = loaded
+    real, imaginary = tl.split(tl.reshape(x.to(tl.float32), (PADDED, WIDTH // 2, 2)))
+    cos, sin = cos[None, :], sin[None, :]
     turned = tl.join(real * cos - imaginary * sin, imaginary * cos + real * sin)
     x = tl.reshape(turned, (PADDED, WIDTH)).to(tl.bfloat16).to(tl.float32)
     # A ceiling of a logarithm, taken from the bits.
@@ -75,6 +81,84 @@ def _queries(q, weights, at, turn, rows, row, scale, HEADS: tl.constexpr, PADDED
     codes = tl.clamp(x * unit[:, None], -LARGEST, LARGEST).to(tl.float8e4nv).to(tl.float16)
     factor = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     return codes, weight.to(tl.bfloat16).to(tl.float32) * factor * scale
+
+
+@triton.jit
+def count_score(bins, score, counted):
+    """Adds to a row's bins. No number is never chosen."""
+    counted = counted & (score == score) & (score > float("-inf"))
+    tl.atomic_add(bins + bin_of(ordered(score)), 1, counted, sem="relaxed")
+
+
+@triton.jit
+def score_tiles(
+    q,
+    weights,
+    rows,
+    row,
+    at,
+    turn,
+    table,
+    cache,
+    stride,
+    log2,
+    flags,
+    scores,
+    width,
+    bins,
+    scale,
+    closed,
+    settled,
+    program,
+    programs,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    FULL: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """What one of a row's `programs` does, waits included; see `index_scores_kernel`. Keys of this step may not be
+    there before the wait; those of columns below `settled` are, and are on their way ahead of it. APART: the others, up
+    to `closed`, are not its business."""
+    known = closed
+    if APART:
+        known = settled
+    end = known
+    if FULL:
+        end = tl.full((), 0, tl.int32) + width
+    first = program * KEYS
+    column = first + tl.arange(0, KEYS)
+    codes, key_scale = _keys(cache, stride, table, log2, column, column < settled)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    if first < end:
+        if not APART:  # noqa: SIM102
+            if first + KEYS > settled:
+                inside = (column >= settled) & (column < closed)
+                new_codes, new_scale = _keys(cache, stride, table, log2, column, inside)
+                codes, key_scale = codes | new_codes, key_scale + new_scale
+        loaded = loaded_queries(q, weights, at, turn, rows, row, HEADS, PADDED, N, SPLITS)
+        queries, weight = turned_queries(loaded, scale, PADDED)
+        for start in range(first, end, programs * KEYS):
+            column = start + tl.arange(0, KEYS)
+            keys = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            own_scale = key_scale
+            # The next tile's are on their way meanwhile.
+            ahead = column + programs * KEYS
+            codes, key_scale = _keys(cache, stride, table, log2, ahead, ahead < known)
+            dots = tl.dot(queries, tl.trans(keys))
+            score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
+            inside = column < known
+            if FLAGS:
+                inside = inside & (tl.load(flags + column, inside, other=0) != 0)
+            stored = column < end
+            if APART:
+                stored = stored & ((column < settled) | (column >= closed))
+            tl.store(scores + column, tl.where(inside, score, float("-inf")), stored)
+            count_score(bins, score, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride", "log2", "flags_stride", "width", "at"])
@@ -120,34 +204,9 @@ def index_scores_kernel(
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
     turn = cos_sin + tl.load(positions + row) * TAIL
-    end = closed
-    if FULL:
-        end = tl.full((), 0, tl.int32) + width
-    first = tl.program_id(0) * KEYS
-    column = first + tl.arange(0, KEYS)
-    # Keys of this step, no more than it has rows, may not be there yet; the others are on their way ahead of the wait.
-    settled = closed - rows
-    codes, key_scale = _keys(cache, stride, table, log2, column, column < settled)
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-    if first < end:
-        if first + KEYS > settled:
-            new_codes, new_scale = _keys(cache, stride, table, log2, column, (column >= settled) & (column < closed))
-            codes, key_scale = codes | new_codes, key_scale + new_scale
-        queries, weight = _queries(q, weights, at, turn, rows, row, scale, HEADS, PADDED, N, SPLITS)
-        for start in range(first, end, tl.num_programs(0) * KEYS):
-            column = start + tl.arange(0, KEYS)
-            keys = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            own_scale = key_scale
-            # The next tile's are on their way meanwhile.
-            ahead = column + tl.num_programs(0) * KEYS
-            codes, key_scale = _keys(cache, stride, table, log2, ahead, ahead < closed)
-            dots = tl.dot(queries, tl.trans(keys))
-            score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
-            inside = column < closed
-            if FLAGS:
-                inside = inside & (tl.load(flags + row * flags_stride + column, inside, other=0) != 0)
-            tl.store(scores + row * scores_stride + column, tl.where(inside, score, float("-inf")), column < end)
-            # No number is never chosen.
-            counted = inside & (score == score) & (score > float("-inf"))
-            tl.atomic_add(bins + row * BINS + bin_of(ordered(score)), 1, counted, sem="relaxed")
+    # A request's keys of this step are no more than it has rows.
+    score_tiles(
+        q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
+        scores + row * scores_stride, width, bins + row * BINS, scale, closed, closed - rows, tl.program_id(0),
+        tl.num_programs(0), HEADS, PADDED, N, SPLITS, KEYS, FLAGS, FULL, False,
+    )  # fmt: skip

@@ -26,6 +26,12 @@ def _scores(scores, column, closed):
 
 
 @triton.jit
+def _pages(table, column, log2, closed):
+    """The pages that columns lie in."""
+    return tl.load(table + (column >> log2), column < closed, other=0)
+
+
+@triton.jit
 def _limit(held, bin, TOPK: tl.constexpr):
     """The bin of the last of the best, and how many of it are wanted, none where there are fewer than TOPK, which are
     up to MOST. One reduction finds both."""
@@ -43,11 +49,10 @@ def _counted(score, above, among):
 
 
 @triton.jit
-def _keep(out, slots, place, table, column, log2, chosen):
+def _keep(out, slots, place, page, column, log2, chosen):
     """Stores chosen columns at their places, and their slots."""
-    page = tl.load(table + (column >> log2), chosen, other=0).to(tl.int64)
     tl.store(out + place, column, chosen)
-    tl.store(slots + place, (page << log2) + (column & ((1 << log2) - 1)), chosen)
+    tl.store(slots + place, (page.to(tl.int64) << log2) + (column & ((1 << log2) - 1)), chosen)
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def top_positions_kernel(
 ):
     """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
     owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, zero again afterwards;
-    listed: [rows, 3, scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a
+    listed: [rows, 2, scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a
     page holds 2**log2 states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots: [rows, TOPK] int64,
     block * states + state, both -1 padded. STRIPES of STRIPE scores are taken at a time; a list of up to SHORT is
     compared with itself, TILE by TILE, RIVALS of them at a time, a longer one taken LONG at a time; powers of two."""
@@ -97,12 +102,15 @@ def top_positions_kernel(
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
     scores, out, slots = scores + row * scores_stride, out + row * out_stride, slots + row * TOPK
-    # What is chosen at once; then the list.
-    chosen = listed + row * 3 * scores_stride
-    columns, numbers = chosen + scores_stride, chosen + 2 * scores_stride
+    columns = listed + row * 2 * scores_stride
+    numbers = columns + scores_stride
     bin = tl.arange(0, BINS)
     bins += row * BINS
     stripe = tl.arange(0, STRIPE)
+    # An input of the step.
+    page = ()
+    for i in tl.static_range(STRIPES):
+        page = page + (_pages(table, i * STRIPE + stripe, log2, closed),)  # type: ignore[assignment]  # noqa: RUF005
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     held = tl.load(bins + bin, cache_modifier=".cg")
@@ -122,7 +130,9 @@ def top_positions_kernel(
         place = tl.cumsum(count, 0) - count
         for i in tl.static_range(STRIPES):
             column, ones = start + i * STRIPE + stripe, _counted(score[i], above, among)
-            tl.store(chosen + taken + (place & 0xFFFF), column, ones == 1)
+            first = taken + (place & 0xFFFF)
+            # As counted; of scores that nobody has counted, or others were, there may be more or fewer.
+            _keep(out, slots, first, page[i], column, log2, (ones == 1) & (first < TOPK))
             at = found + (place >> 16)
             tl.store(columns + at, column, ones > 1)
             tl.store(numbers + at, score[i].to(tl.int32, bitcast=True), ones > 1)
@@ -131,26 +141,24 @@ def top_positions_kernel(
         taken += sums & 0xFFFF
         found += sums >> 16
         if start + STRIPES * STRIPE < closed:
-            score = ()
+            score, page = (), ()
             for i in tl.static_range(STRIPES):
                 column = start + (STRIPES + i) * STRIPE + stripe
                 score = score + (_scores(scores, column, closed),)  # type: ignore[assignment]  # noqa: RUF005
+                page = page + (_pages(table, column, log2, closed),)  # type: ignore[assignment]  # noqa: RUF005
     # What the program's other threads have stored.
     tl.debug_barrier()
     tl.store(bins + bin, tl.zeros_like(held))
-    # As counted; of scores that nobody has counted, or others were, there may be more or fewer.
     taken = tl.minimum(taken, TOPK)
     wanted = tl.minimum(wanted, tl.minimum(found, TOPK - taken))
     total = taken + wanted
-    item = tl.arange(0, TOPK_PADDED)
-    inside = item < taken
-    _keep(out, slots, item, table, tl.load(chosen + item, inside, other=0), log2, inside)
     if wanted > 0:
         if found <= SHORT:
             _place(columns, numbers, found, wanted, out, slots, table, log2, taken, TILE, RIVALS)
         else:
             _settle(columns, numbers, found, wanted, out, slots, table, log2, taken, LONG)
     if total < TOPK:
+        item = tl.arange(0, TOPK_PADDED)
         none = (item >= total) & (item < TOPK)
         tl.store(out + item, tl.full((TOPK_PADDED,), -1, tl.int32), none)
         tl.store(slots + item, tl.full((TOPK_PADDED,), -1, tl.int64), none)
@@ -170,7 +178,8 @@ def _place(columns, numbers, found, wanted, out, slots, table, log2, taken, TILE
             for i in tl.static_range(TILE // RIVALS):
                 ahead += (others[i][None, :] > own[:, None]).to(tl.int32)
         place = tl.sum(ahead, 1)
-        _keep(out, slots, taken + place, table, column, log2, (own >= 0) & (place < wanted))
+        chosen = (own >= 0) & (place < wanted)
+        _keep(out, slots, taken + place, tl.load(table + (column >> log2), chosen, other=0), column, log2, chosen)
 
 
 @triton.jit
@@ -193,5 +202,6 @@ def _settle(columns, numbers, found, wanted, out, slots, table, log2, taken, LON
         column, rank = _listed(columns, numbers, start + item, found)
         chosen = rank >= known
         ones = chosen.to(tl.int32)
-        _keep(out, slots, taken + tl.cumsum(ones, 0) - ones, table, column, log2, chosen)
+        page = tl.load(table + (column >> log2), chosen, other=0)
+        _keep(out, slots, taken + tl.cumsum(ones, 0) - ones, page, column, log2, chosen)
         taken += tl.sum(ones, 0)

@@ -3,7 +3,8 @@
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
+from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
 
 ARCHITECTURES = (90, 100, 103)
@@ -69,6 +71,11 @@ SCORES = {
     "bins": "*i32",
     "scale": "fp32",
 }
+COMPRESS_SCORES = {
+    **COMPRESS,
+    **{name: SCORES[name] for name in ("q", "at", "owner", "block_table", "table_stride")},
+    **{name: SCORES[name] for name in ("scores", "scores_stride", "width", "bins", "scale")},
+}
 TOP = {
     "scores": "*fp32",
     "scores_stride": "i32",
@@ -87,6 +94,9 @@ TOP = {
 }
 # Numbers that are multiples of 16 at a launch.
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
+
+
+KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 8 warps"
 
 
 @dataclass(frozen=True)
@@ -117,19 +127,22 @@ def variants() -> dict[str, Variant]:
             variant = Variant(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
-        for flags, full in kinds[ratio]:
-            constants = {
-                **common, "HEADS": HEADS, "PADDED": 32, "RATIO": max(ratio, 1), "KEYS": tuning.KEYS,
-                "FLAGS": flags, "FULL": full,
-            }  # fmt: skip
-            name = f"scores, ratio {ratio}, flags {flags}, full {full}"
-            found[name] = Variant(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, limited)
-    for ratio in (2, 1):
+        for (flags, full), cut in product(kinds[ratio], tuning.CUTS):
+            constants = {**common, "HEADS": HEADS, "PADDED": 32, "RATIO": max(ratio, 1), "KEYS": cut.keys, "FULL": full}
+            name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.warps} warps"
+            with_flags = {**constants, "FLAGS": flags}
+            found[f"scores, {name}"] = Variant(index_scores_kernel, SCORES, with_flags, cut.warps, limited)
+            if ratio and cut in tuning.INSIDE_CUTS:
+                constants["EARLY"] = tuning.INSIDE_EARLY
+                variant = Variant(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, limited)
+                found[f"compressor and scores, {name}"] = variant
+    for ratio, warps in product((2, 1), tuning.TOPS):
         constants = {
-            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,
+            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
+            "STRIPES": tuning.CHUNK // (32 * warps),
             "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
         }  # fmt: skip
-        found[f"best, ratio {ratio}"] = Variant(top_positions_kernel, TOP, constants, tuning.TOP_WARPS)
+        found[f"best, ratio {ratio}, {warps} warps"] = Variant(top_positions_kernel, TOP, constants, warps)
     return found
 
 
@@ -202,6 +215,13 @@ def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     share = tuning.TILE * HIDDEN // variant.constants["SPLITS"] * 2 // (32 * variant.warps)
     assert before.count("ld.global.v4") == share // 16
     assert "mma" in behind and "mma" not in before
-    variant = VARIANTS[f"compressor, ratio {ratio}"]
-    before = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)[0]
-    assert before.count("ld.global.v4") >= tuning.COMPRESS_EARLY * 128 * 128 * 2 // 16 // (32 * variant.warps)
+    for name in (f"compressor, ratio {ratio}", KEY_MAKERS.format(ratio)):
+        # Ahead of one of the waits, of which each kind of program has its own.
+        variant, counts = VARIANTS[name], []
+        early = variant.constants["EARLY"]
+        for parts in (early, 0):
+            changed = replace(variant, constants={**variant.constants, "EARLY": parts})
+            waits = compiled(changed, 90).asm["ptx"].split("griddepcontrol.wait")[:-1]
+            counts.append([ahead.count("ld.global.v4") for ahead in waits])
+        more = max(held - none for held, none in zip(*counts, strict=True))
+        assert more == early * 8 * 512 * 2 // 16 // (32 * variant.warps), name

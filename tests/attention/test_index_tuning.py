@@ -32,25 +32,36 @@ def test_other_projections_are_refused(n: int, k: int) -> None:
         tuning.index_projection(n, k)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("rows", range(1, tuning.MAX_ROWS + 1))
-def test_programs_of_the_scores(rows: int) -> None:
+def test_programs_of_the_scores(rows: int, inside: bool) -> None:
     """As many as there are tiles, or run at once; the longest request changes nothing beyond that."""
+    cut = tuning.scores(rows, inside)
     for width in (1, 64, 65, 4096, 1 << 20):
-        programs = tuning.score_programs(rows, width)
-        assert 1 <= programs <= -(-width // tuning.KEYS) and programs * rows <= tuning.SCORES_RESIDENT
-    assert tuning.score_programs(rows, 64) == 1 and tuning.score_programs(rows, 65) == 2
+        programs = tuning.score_programs(rows, width, inside)
+        assert 1 <= programs <= -(-width // cut.keys) and (programs + 2 * inside) * rows <= cut.resident
+    assert [tuning.score_programs(rows, width, inside) for width in (cut.keys, cut.keys + 1)] == [1, 2]
 
 
-def test_scores_that_run_at_once() -> None:
+@pytest.mark.parametrize("cut", tuning.CUTS)
+def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
     """Of 32 heads, whose programs fill the registers."""
     registers = tuning.scores_registers(32)
     assert registers is not None and tuning.scores_registers(64) is None
-    programs = tuning.SCORES_RESIDENT // tuning.MULTIPROCESSORS
-    assert registers * 32 * tuning.SCORES_WARPS * programs <= 65536
+    programs = cut.resident // tuning.MULTIPROCESSORS
+    assert programs > 0 and registers * 32 * cut.warps * programs <= 65536
+
+
+def test_schedules() -> None:
+    """The compressor's own launch is not joined early: it would delay what does not read it."""
+    assert tuning.SCHEDULE in tuning.SCHEDULES and tuning.TOP_WARPS in tuning.TOPS
+    assert {tuning.FEW, tuning.MANY} <= {*tuning.CUTS}
+    assert {tuning.INSIDE_FEW, tuning.INSIDE_MANY} <= {*tuning.INSIDE_CUTS}
+    assert all(schedule.inside or not schedule.join_early for schedule in tuning.SCHEDULES)
 
 
 def test_a_chunks_counts_fit_into_a_half() -> None:
-    assert tuning.STRIPE * tuning.STRIPES < 1 << 15
+    assert tuning.CHUNK < 1 << 15 and all(tuning.CHUNK % (32 * warps) == 0 for warps in tuning.TOPS)
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -51,7 +51,7 @@ def run_interpreted(path: str) -> None:
     from specialized_decode.attention import fused_index, index_tuning
 
     # A row's programs take several tiles each.
-    index_tuning.SCORES_RESIDENT = 24
+    index_tuning.MULTIPROCESSORS = 8
     # What it multiplies queries with is no Triton kernel.
     fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
@@ -60,7 +60,8 @@ def run_interpreted(path: str) -> None:
             _check(name)
         except AssertionError as error:
             failures[name] = str(error) or repr(error)
-    torch.save({"failures": failures, "ties": _ties(), "steps": _steps(True), "inline": _steps(False)}, Path(path))
+    steps = {beside: _steps(beside, beside != "index") for beside in ("index", "wq_b", "nothing")}
+    torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
 
 
 def _no_assembly(asm: str, *_: object, **__: object) -> Any:
@@ -88,6 +89,8 @@ def _check(name: str) -> None:
     masked = assert_scored(case, scores, heads)
     assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
     assert not fused.bins.any(), "bins are not zero again"
+    if case.shape.compressor:
+        _check_one_launch(case, fused, inputs, summed)
     full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, full=True)
     assert torch.equal(full, masked), "scores behind a row's own are not -inf"
     fused.bins.zero_()
@@ -96,6 +99,21 @@ def _check(name: str) -> None:
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
         masked = assert_scored(case, scores, heads, flags)
         assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+
+
+def _check_one_launch(case: IndexCase, fused: Any, inputs: Any, summed: Tensor) -> None:
+    """The compressor's programs beside the scores'."""
+    for full in (True, False):
+        before = case.cache_bytes()
+        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
+        left = case.cache_bytes()
+        assert_compressed(case, before, summed[:, : inputs.heads])
+        case.restore(left)
+        masked = assert_scored(case, scores, summed[:, inputs.heads :])
+        assert not full or torch.equal(scores, masked), "scores behind a row's own are not -inf"
+        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+        assert not fused.bins.any(), "bins are not zero again"
+        case.restore(before)
 
 
 def _ties() -> list[str]:
@@ -122,9 +140,9 @@ def _ties() -> list[str]:
     return failures
 
 
-def _steps(beside: bool) -> dict[str, Tensor]:
-    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. beside: whether the
-    indexer runs on a stream of its own."""
+def _steps(beside: str, inside: bool) -> dict[str, Tensor]:
+    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. beside: what runs on
+    the indexer's stream; inside: whether the compressor runs in the scores' launch."""
     from specialized_decode.attention import (
         AttentionStep,
         CandidateOverlap,
@@ -142,7 +160,7 @@ def _steps(beside: bool) -> dict[str, Tensor]:
     from tests.helpers.step_attention import CONFIG, CPU, LAYERS
     from tests.helpers.step_gates import Gates
 
-    index_tuning.BESIDE = beside
+    index_tuning.SCHEDULE = index_tuning.Schedule(index_tuning.Beside(beside), inside, inside)
     prepare_assembly(mla_interpreted._assembly)
     chosen = mla_interpreted.CHOSEN
     ours, device, gates = mla_interpreted.world(), EmulatedDevice(), Gates(len(chosen))
