@@ -138,11 +138,12 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=indexer.ratio,
-            EARLY=tuning.INSIDE_EARLY,
+            EARLY=cut.early,
             KEYS=cut.keys,
             FULL=full,
+            SPREAD=tuning.SPREAD,
             num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads),
+            maxnreg=tuning.scores_registers(heads, cut),
             launch_pdl=True,
             enable_fp_fusion=False,
         )
@@ -209,8 +210,9 @@ class FusedIndexer:
             KEYS=cut.keys,
             FLAGS=flags is not None,
             FULL=full,
+            SPREAD=tuning.SPREAD,
             num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads),
+            maxnreg=tuning.scores_registers(heads, cut),
             launch_pdl=True,
             # So that queries come out as the reference's.
             enable_fp_fusion=False,
@@ -255,6 +257,7 @@ class FusedIndexer:
             TILE=tuning.TIES,
             RIVALS=tuning.RIVALS,
             LONG=tuning.LONG,
+            SPREAD=tuning.SPREAD,
             num_warps=tuning.TOP_WARPS,
             launch_pdl=True,
         )

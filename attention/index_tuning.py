@@ -52,12 +52,13 @@ SCHEDULES = (
 SCHEDULE = SCHEDULES[1]
 
 # The compressor's warps in a launch of its own, and the sixteenths of `wk` that a program holds ahead of its wait: so
-# many that its registers still fit beside those of a projection's program. And those that it holds in the scores'
-# launch, whose registers are fewer.
-COMPRESS_WARPS, COMPRESS_EARLY, INSIDE_EARLY = 8, 12, 4
+# many that its registers still fit beside those of a projection's program.
+COMPRESS_WARPS, COMPRESS_EARLY = 8, 12
 
-# Registers of a thread of the scores' launch, of up to 32 heads.
-SCORES_REGISTERS = 128
+# Neighbouring bins lie in so many stretches of memory, since those in use are neighbours, and each cache line takes one
+# count after the other.
+SPREAD, SPREADS = 16, (1, 16)
+
 
 # A row's selection: its warps, of those that may serve, and scores taken at a time, in stripes of one a thread, so that
 # no layout changes ahead of a scattered store; the longest list whose numbers are compared with each other, so many
@@ -68,23 +69,31 @@ MAX_TOPK = 2048
 
 
 class ScoresCut(NamedTuple):
-    """How scores are cut: keys of a tile, and warps of its program."""
+    """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads, and
+    the sixteenths of `wk` that the compressor's holds ahead of its wait."""
 
     keys: int
     warps: int
+    programs: int
+    early: int = 0
 
     @property
     def resident(self) -> int:
-        """Programs that run at once, of up to 32 heads."""
-        return 65536 // (SCORES_REGISTERS * 32 * self.warps) * MULTIPROCESSORS
+        """Programs that run at once."""
+        return self.programs * MULTIPROCESSORS
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return min(65536 // (32 * self.warps * self.programs), 255)
 
 
 # Those that may serve a launch with the compressor's programs, and one without; what does, for up to FEW_ROWS rows and
 # for more. Not measured.
-INSIDE_CUTS = ScoresCut(32, 8), ScoresCut(64, 8), ScoresCut(128, 8)
-CUTS = (*INSIDE_CUTS, ScoresCut(64, 4))
+INSIDE_CUTS = ScoresCut(64, 8, 2, 4), ScoresCut(128, 8, 2, 4)
+CUTS = ScoresCut(32, 8, 2), ScoresCut(64, 8, 2), ScoresCut(128, 8, 2), ScoresCut(64, 4, 4)
 FEW_ROWS = 2
-INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[1], INSIDE_CUTS[1]
+INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[0]
 FEW, MANY = CUTS[1], CUTS[1]
 
 
@@ -124,9 +133,9 @@ def scores(rows: int, inside: bool = False) -> ScoresCut:
     return FEW if rows <= FEW_ROWS else MANY
 
 
-def scores_registers(heads: int) -> int | None:
+def scores_registers(heads: int, cut: ScoresCut) -> int | None:
     """What the compiler may use, a few less than it would; None for what it wants: more heads need more."""
-    return SCORES_REGISTERS if heads <= 32 else None
+    return cut.registers if heads <= 32 else None
 
 
 def score_programs(rows: int, width: int, inside: bool = False) -> int:

@@ -84,10 +84,12 @@ def turned_queries(loaded, scale, PADDED: tl.constexpr):
 
 
 @triton.jit
-def count_score(bins, score, counted):
-    """Adds to a row's bins. No number is never chosen."""
+def count_score(bins, score, counted, SPREAD: tl.constexpr):
+    """Adds to a row's bins, of which number b lies at b mod SPREAD of as many stretches. No number is never chosen."""
     counted = counted & (score == score) & (score > float("-inf"))
-    tl.atomic_add(bins + bin_of(ordered(score)), 1, counted, sem="relaxed")
+    bin = bin_of(ordered(score))
+    place = bin % SPREAD * (BINS // SPREAD) + bin // SPREAD
+    tl.atomic_add(bins + place, 1, counted, sem="relaxed")
 
 
 @triton.jit
@@ -118,6 +120,7 @@ def score_tiles(
     KEYS: tl.constexpr,
     FLAGS: tl.constexpr,
     FULL: tl.constexpr,
+    SPREAD: tl.constexpr,
     APART: tl.constexpr,
 ):
     """What one of a row's `programs` does, waits included; see `index_scores_kernel`. Keys of this step may not be
@@ -158,7 +161,7 @@ def score_tiles(
             if APART:
                 stored = stored & ((column < settled) | (column >= closed))
             tl.store(scores + column, tl.where(inside, score, float("-inf")), stored)
-            count_score(bins, score, inside)
+            count_score(bins, score, inside, SPREAD)
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride", "log2", "flags_stride", "width", "at"])
@@ -191,14 +194,15 @@ def index_scores_kernel(
     KEYS: tl.constexpr,
     FLAGS: tl.constexpr,
     FULL: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     """Grid (programs, rows). q: [rows, HEADS, 128] bfloat16, not rotated; weights: [SPLITS, rows, N] float32, the
     heads' from column `at` on; positions: [rows] int64; cos_sin: [positions, 64] float32; owner: [rows] int64, negative
     for padding; token_to_req: [rows] int32; block_table: [requests, n] int32; cache: uint8 pages of 2**log2 index keys
     (see `attention.reference`), `stride` bytes apart; flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf;
     scores: [rows, width] float32, up to the row's length, or FULL with -inf behind it; bins: [rows, 4096] int32, to
-    which the numbers found are added. Rows of flags and scores lie their strides apart. PADDED: a power of two of
-    heads."""
+    which the numbers found are added, see `count_score`. Rows of flags and scores lie their strides apart. PADDED: a
+    power of two of heads."""
     row = tl.program_id(1).to(tl.int64)
     # Inputs of the step.
     closed = length(positions, owner, row, width, RATIO)
@@ -208,5 +212,5 @@ def index_scores_kernel(
     score_tiles(
         q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
         scores + row * scores_stride, width, bins + row * BINS, scale, closed, closed - rows, tl.program_id(0),
-        tl.num_programs(0), HEADS, PADDED, N, SPLITS, KEYS, FLAGS, FULL, False,
+        tl.num_programs(0), HEADS, PADDED, N, SPLITS, KEYS, FLAGS, FULL, SPREAD, False,
     )  # fmt: skip

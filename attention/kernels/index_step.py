@@ -27,13 +27,13 @@ from specialized_decode.attention.kernels.index_scores import (
 
 
 @triton.jit
-def _score_key(loaded, scale, codes, factor, score, bins, PADDED: tl.constexpr):
+def _score_key(loaded, scale, codes, factor, score, bins, PADDED: tl.constexpr, SPREAD: tl.constexpr):
     """Scores one key for a row's loaded queries."""
     queries, weight = turned_queries(loaded, scale, PADDED)
     dots = tl.sum(queries.to(tl.float32) * codes.to(tl.float32)[None, :], 1)
     found = tl.sum(tl.maximum(dots, 0.0) * weight, 0) * factor
     tl.store(score, found)
-    count_score(bins, found, found == found)
+    count_score(bins, found, found == found, SPREAD)
 
 
 @triton.jit(do_not_specialize=["rows", "at", "states", "log2", "index_log2", "table_stride", "width"])
@@ -79,6 +79,7 @@ def compress_scores_kernel(
     EARLY: tl.constexpr,
     KEYS: tl.constexpr,
     FULL: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     """Grid (2 + programs, rows). Of a row, the first program does what `compress_kernel`'s first does, the second what
     its other does, and scores the key; the rest score keys of earlier steps, as `index_scores_kernel`'s. Arguments are
@@ -103,14 +104,14 @@ def compress_scores_kernel(
             column = ahead[0] // RATIO
             if column < length(positions, owner, row, width, RATIO):
                 score = scores + row * scores_stride + column
-                _score_key(loaded, scale, codes, factor, score, bins + row * BINS, PADDED)
+                _score_key(loaded, scale, codes, factor, score, bins + row * BINS, PADDED, SPREAD)
             # Later rows of the request.
             for other in range(row + 1, ahead[5].to(tl.int64)):
                 if column < length(positions, owner, other, width, RATIO):
                     turn = cos_sin + tl.load(positions + other) * TAIL
                     loaded = loaded_queries(q, partial, at, turn, rows, other, HEADS, PADDED, N, SPLITS)
                     score = scores + other * scores_stride + column
-                    _score_key(loaded, scale, codes, factor, score, bins + other * BINS, PADDED)
+                    _score_key(loaded, scale, codes, factor, score, bins + other * BINS, PADDED, SPREAD)
     else:
         closed = length(positions, owner, row, width, RATIO)
         request = tl.load(token_to_req + row).to(tl.int64)
@@ -120,5 +121,5 @@ def compress_scores_kernel(
         score_tiles(
             q, partial, rows, row, at, turn, block_table + request * table_stride, index_cache, index_stride,
             index_log2, bins, scores + row * scores_stride, width, bins + row * BINS, scale, closed, settled,
-            tl.program_id(0) - 2, tl.num_programs(0) - 2, HEADS, PADDED, N, SPLITS, KEYS, False, FULL, True,
+            tl.program_id(0) - 2, tl.num_programs(0) - 2, HEADS, PADDED, N, SPLITS, KEYS, False, FULL, SPREAD, True,
         )  # fmt: skip

@@ -91,9 +91,11 @@ def top_positions_kernel(
     TILE: tl.constexpr,
     RIVALS: tl.constexpr,
     LONG: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
-    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, zero again afterwards;
+    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, see `index_scores.count_score`,
+    zero again afterwards;
     listed: [rows, 2, scores_stride] int32, scratch; token_to_req: [rows] int32; block_table: [requests, n] int32; a
     page holds 2**log2 states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots: [rows, TOPK] int64,
     block * states + state, both -1 padded. STRIPES of STRIPE scores are taken at a time; a list of up to SHORT is
@@ -105,7 +107,8 @@ def top_positions_kernel(
     columns = listed + row * 2 * scores_stride
     numbers = columns + scores_stride
     bin = tl.arange(0, BINS)
-    bins += row * BINS
+    stretch = tl.arange(0, SPREAD)[:, None] * (BINS // SPREAD) + tl.arange(0, BINS // SPREAD)[None, :]
+    bins += row * BINS + stretch
     stripe = tl.arange(0, STRIPE)
     # An input of the step.
     page = ()
@@ -113,7 +116,7 @@ def top_positions_kernel(
         page = page + (_pages(table, i * STRIPE + stripe, log2, closed),)  # type: ignore[assignment]  # noqa: RUF005
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    held = tl.load(bins + bin, cache_modifier=".cg")
+    held = tl.reshape(tl.trans(tl.load(bins, cache_modifier=".cg")), (BINS,))
     score = ()
     for i in tl.static_range(STRIPES):
         score = score + (_scores(scores, i * STRIPE + stripe, closed),)  # type: ignore[assignment]  # noqa: RUF005
@@ -148,7 +151,7 @@ def top_positions_kernel(
                 page = page + (_pages(table, column, log2, closed),)  # type: ignore[assignment]  # noqa: RUF005
     # What the program's other threads have stored.
     tl.debug_barrier()
-    tl.store(bins + bin, tl.zeros_like(held))
+    tl.store(bins, tl.zeros((SPREAD, BINS // SPREAD), tl.int32))
     taken = tl.minimum(taken, TOPK)
     wanted = tl.minimum(wanted, tl.minimum(found, TOPK - taken))
     total = taken + wanted

@@ -80,6 +80,7 @@ def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(tuning, name, cut)
     monkeypatch.setattr(tuning, "TOP_WARPS", tuning.TOPS[at % len(tuning.TOPS)])
+    monkeypatch.setattr(tuning, "SPREAD", tuning.SPREADS[at % len(tuning.SPREADS)])
     check(IndexCase(RATIOS[ratio], RAGGED[:1], 11, DEVICE))
     check(IndexCase(RATIOS[ratio], RAGGED, 12, DEVICE))
 

@@ -96,7 +96,7 @@ TOP = {
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
 
 
-KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 8 warps"
+KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 2 x 8 warps"
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,29 @@ def variants() -> dict[str, Variant]:
         }  # fmt: skip
         found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused = {"enable_fp_fusion": False}
-        limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS)}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
             constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
             variant = Variant(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
-        for (flags, full), cut in product(kinds[ratio], tuning.CUTS):
-            constants = {**common, "HEADS": HEADS, "PADDED": 32, "RATIO": max(ratio, 1), "KEYS": cut.keys, "FULL": full}
-            name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.warps} warps"
+        for (flags, full), cut in product(kinds[ratio], tuning.CUTS + tuning.INSIDE_CUTS):
+            limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS, cut)}
+            constants = {
+                **common,
+                "HEADS": HEADS,
+                "PADDED": 32,
+                "RATIO": max(ratio, 1),
+                "KEYS": cut.keys,
+                "FULL": full,
+                "SPREAD": tuning.SPREAD,
+            }
+            name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.programs} x {cut.warps} warps"
             with_flags = {**constants, "FLAGS": flags}
-            found[f"scores, {name}"] = Variant(index_scores_kernel, SCORES, with_flags, cut.warps, limited)
-            if ratio and cut in tuning.INSIDE_CUTS:
-                constants["EARLY"] = tuning.INSIDE_EARLY
+            if cut in tuning.CUTS:
+                found[f"scores, {name}"] = Variant(index_scores_kernel, SCORES, with_flags, cut.warps, limited)
+            elif ratio:
+                constants["EARLY"] = cut.early
                 variant = Variant(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, limited)
                 found[f"compressor and scores, {name}"] = variant
     for ratio, warps in product((2, 1), tuning.TOPS):
@@ -141,6 +150,7 @@ def variants() -> dict[str, Variant]:
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
             "STRIPES": tuning.CHUNK // (32 * warps),
             "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
+            "SPREAD": tuning.SPREAD,
         }  # fmt: skip
         found[f"best, ratio {ratio}, {warps} warps"] = Variant(top_positions_kernel, TOP, constants, warps)
     return found

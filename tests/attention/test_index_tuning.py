@@ -43,18 +43,18 @@ def test_programs_of_the_scores(rows: int, inside: bool) -> None:
     assert [tuning.score_programs(rows, width, inside) for width in (cut.keys, cut.keys + 1)] == [1, 2]
 
 
-@pytest.mark.parametrize("cut", tuning.CUTS)
+@pytest.mark.parametrize("cut", tuning.CUTS + tuning.INSIDE_CUTS)
 def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
     """Of 32 heads, whose programs fill the registers."""
-    registers = tuning.scores_registers(32)
-    assert registers is not None and tuning.scores_registers(64) is None
-    programs = cut.resident // tuning.MULTIPROCESSORS
-    assert programs > 0 and registers * 32 * cut.warps * programs <= 65536
+    registers = tuning.scores_registers(32, cut)
+    assert registers is not None and tuning.scores_registers(64, cut) is None
+    assert registers * 32 * cut.warps * cut.programs <= 65536
 
 
 def test_schedules() -> None:
     """The compressor's own launch is not joined early: it would delay what does not read it."""
     assert tuning.SCHEDULE in tuning.SCHEDULES and tuning.TOP_WARPS in tuning.TOPS
+    assert tuning.SPREAD in tuning.SPREADS and all(4096 % spread == 0 for spread in tuning.SPREADS)
     assert {tuning.FEW, tuning.MANY} <= {*tuning.CUTS}
     assert {tuning.INSIDE_FEW, tuning.INSIDE_MANY} <= {*tuning.INSIDE_CUTS}
     assert all(schedule.inside or not schedule.join_early for schedule in tuning.SCHEDULES)
