@@ -59,6 +59,7 @@ class FusedIndexer:
         self.first_head = 0 if compressor is None else self.weight.shape[0]
         self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
         self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
+        self.major = torch.cuda.get_device_capability(bins.device)[0] if bins.is_cuda else 9
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +144,7 @@ class FusedIndexer:
             FULL=full,
             SPREAD=tuning.SPREAD,
             num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads, cut),
+            maxnreg=tuning.scores_registers(heads, cut, self.major),
             launch_pdl=True,
             enable_fp_fusion=False,
         )
@@ -212,7 +213,7 @@ class FusedIndexer:
             FULL=full,
             SPREAD=tuning.SPREAD,
             num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads, cut),
+            maxnreg=tuning.scores_registers(heads, cut, self.major),
             launch_pdl=True,
             # So that queries come out as the reference's.
             enable_fp_fusion=False,

@@ -133,9 +133,10 @@ def scores(rows: int, inside: bool = False) -> ScoresCut:
     return FEW if rows <= FEW_ROWS else MANY
 
 
-def scores_registers(heads: int, cut: ScoresCut) -> int | None:
-    """What the compiler may use, a few less than it would; None for what it wants: more heads need more."""
-    return cut.registers if heads <= 32 else None
+def scores_registers(heads: int, cut: ScoresCut, major: int) -> int | None:
+    """What the compiler may use, on a GPU of compute capability `major`, a few less than it would; None for what it
+    wants: more heads need more, and elsewhere it spills."""
+    return cut.registers if heads <= 32 and major == 9 else None
 
 
 def score_programs(rows: int, width: int, inside: bool = False) -> int:

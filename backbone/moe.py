@@ -1,6 +1,7 @@
 """Mixture of experts: noaux_tc routing over sqrt-softplus scores, MXFP4 routed experts, one shared FP8 expert."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,32 +30,105 @@ def rank_experts(biased: Tensor) -> Tensor:
     return torch.where(biased.isnan(), -1e30, biased).sort(dim=-1, descending=True, stable=True).indices
 
 
-class Experts:
-    """Routed experts: w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 (gate rows first), scales UE8M0 per 32 along K."""
+class ExpertForm(Protocol):
+    """One way to hold a layer's routed experts. layout: its name; the tensors are as it has them."""
+
+    @property
+    def layout(self) -> str: ...
+    @property
+    def w13(self) -> Tensor: ...
+    @property
+    def w13_scale(self) -> Tensor: ...
+    @property
+    def w13_scale_2(self) -> Tensor | None: ...
+    @property
+    def w2(self) -> Tensor: ...
+    @property
+    def w2_scale(self) -> Tensor: ...
+    @property
+    def w2_scale_2(self) -> Tensor | None: ...
+
+    def unpacked(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Experts start..stop in the checkpoint's form: w13, w13_scale, w2, w2_scale. Reads nothing back from the
+        device: a capture may run it."""
+
+
+class CheckpointForm:
+    """w13 [E, 2 I, K/2], w2 [E, K, I/2] packed e2m1 (gate rows first), scales UE8M0 per 32 along K."""
 
     layout = "checkpoint"
+    w13_scale_2 = w2_scale_2 = None
 
     def __init__(self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
         self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
+
+    def unpacked(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        part = slice(start, stop)
+        return self.w13[part], self.w13_scale[part], self.w2[part], self.w2_scale[part]
+
+
+class Experts:
+    """Routed experts, given in the checkpoint's form (see `CheckpointForm`), held in that or in another."""
+
+    def __init__(self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
+        self._form: ExpertForm = CheckpointForm(w13, w13_scale, w2, w2_scale)
         self.count = w13.shape[0]
         self.dtype = compute_dtype(w13.device)
         expert_bytes = 2 * (w13[0].numel() + w2[0].numel()) * self.dtype.itemsize
         self.chunk = max(1, min(self.count, _CHUNK_BYTES // expert_bytes))
         self.kept = self.count * expert_bytes <= _KEEP_BYTES[w13.device.type]
+        self._kept: tuple[Tensor, Tensor] | None = None
         if self.kept:
             self.chunk = self.count
-            self._w13 = dequantize_fp4(w13, w13_scale, self.dtype)
-            self._w2 = dequantize_fp4(w2, w2_scale, self.dtype)
+            self._kept = self._dequantize(0, self.count)
+
+    @property
+    def layout(self) -> str:
+        return self._form.layout
+
+    @property
+    def w13(self) -> Tensor:
+        return self._form.w13
+
+    @property
+    def w13_scale(self) -> Tensor:
+        return self._form.w13_scale
+
+    @property
+    def w13_scale_2(self) -> Tensor | None:
+        return self._form.w13_scale_2
+
+    @property
+    def w2(self) -> Tensor:
+        return self._form.w2
+
+    @property
+    def w2_scale(self) -> Tensor:
+        return self._form.w2_scale
+
+    @property
+    def w2_scale_2(self) -> Tensor | None:
+        return self._form.w2_scale_2
+
+    def hold(self, form: ExpertForm) -> None:
+        """Holds the same experts as `form` from here on, releases what they were held in, and computes from `form`.
+
+        Graphs captured before read memory that is released.
+        """
+        self._form = form
+        if self.kept:
+            self._kept = None
+            self._kept = self._dequantize(0, self.count)
 
     def dequantized(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Experts start..stop as (w13 [n, 2 I, K], w2 [n, K, I]) in the compute dtype."""
-        if self.kept:
-            return self._w13[start:stop], self._w2[start:stop]
-        part = slice(start, stop)
-        return (
-            dequantize_fp4(self.w13[part], self.w13_scale[part], self.dtype),
-            dequantize_fp4(self.w2[part], self.w2_scale[part], self.dtype),
-        )
+        if self._kept is not None:
+            return self._kept[0][start:stop], self._kept[1][start:stop]
+        return self._dequantize(start, stop)
+
+    def _dequantize(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        w13, w13_scale, w2, w2_scale = self._form.unpacked(start, stop)
+        return dequantize_fp4(w13, w13_scale, self.dtype), dequantize_fp4(w2, w2_scale, self.dtype)
 
 
 class MoE:

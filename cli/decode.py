@@ -19,7 +19,13 @@ from specialized_decode.backbone.model import DeepseekV41, load_model
 from specialized_decode.backbone.tokenizer import load_tokenizer
 from specialized_decode.backbone.writer import is_current, tiny_plan, write_checkpoint
 from specialized_decode.cli.progress import progress_bar
-from specialized_decode.runtime import FUSED_MHC_MAX_ROWS, DecodeConfig, SpecializedDecode, kernel_families
+from specialized_decode.runtime import (
+    FUSED_MHC_MAX_ROWS,
+    DecodeConfig,
+    SpecializedDecode,
+    hold_experts,
+    kernel_families,
+)
 
 # Prompts where none is given: pieces of the text that ships here, so ragged that the shortest stays inside the tiny
 # preset's window and the longest goes past its top-k and its candidate restriction.
@@ -84,6 +90,8 @@ def decode(
         model = load_model(folder, torch.device(device), chunk, context, progress)
     _describe(folder, model, encoded)
     config = DecodeConfig(kernels=kernel_families(kernels))
+    # Ahead of the plain layers, so that both sides compute from the same weights.
+    hold_experts(model.model, config)
     _compare(model, tokenizer, encoded, tokens, context, chunk, config)
 
 

@@ -27,10 +27,9 @@ fused_moe/routed_experts.py, quantization/utils/humming/) and humming-kernels 0.
 schema/mxfp4.py, kernel/, include/humming/kernel/process.cuh and process_mxfp4.cuh, datatype/dequant_fused.cuh).
 
 Held against both on a CPU, bit for bit, Humming's two kernels compiled for the host
-(tests/integration/test_expert_layout.py). Unverified until tests/moe/test_gpu_expert_layout.py has run to its end, of
-which 33 tests passed on an H200 before a time limit: that those kernels do the same on the device, subnormal numbers
-included; that CUDA's 2**x is exact, down to weight_scale_2 = 2**-128; and that Humming's GEMM multiplies by the weights
-as given in 3, as its source reads.
+(tests/integration/test_expert_layout.py), and on an H200 (tests/moe/test_gpu_expert_layout.py, 2026-11-30): on the
+device those kernels do the same, subnormal numbers included; CUDA's 2**x is exact, down to weight_scale_2 = 2**-128;
+Humming's GEMM multiplies by the weights as given in 3.
 """
 
 from dataclasses import dataclass, fields
@@ -173,6 +172,14 @@ class HummingExperts:
     def projections(self) -> tuple[Projection, Projection]:
         """Where w13 and w2 keep their codes and scales."""
         return projections(self.hidden, self.width)
+
+    def part(self, start: int, stop: int) -> "HummingExperts":
+        """Experts start..stop, without a copy."""
+        w13, w2 = (
+            PackedWeight(*(getattr(weight, field.name)[start:stop] for field in fields(weight)))
+            for weight in (self.w13, self.w2)
+        )
+        return HummingExperts(w13, w2, self.hidden, self.width)
 
 
 def pack(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> HummingExperts:

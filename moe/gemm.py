@@ -68,7 +68,12 @@ class RoutedExpertGemms:
         )
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        """x: [T, K] bfloat16, ids: [T, k] -> unfinalized rows [T, k, K] bfloat16; the reference's ops."""
+        """x: [T, K] bfloat16, ids: [T, k] -> unfinalized rows [T, k, K] bfloat16; the reference's ops.
+
+        Raises RuntimeError where the experts are no longer in the form that this was built for.
+        """
+        if self.experts.layout != "checkpoint":
+            raise RuntimeError(f"experts are in the form of {self.experts.layout}, and were not when this was built")
         tokens = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
         rows = torch.zeros(*ids.shape, x.shape[1], dtype=torch.bfloat16, device=x.device)
         for start in range(0, self.experts.count, self.chunk):

@@ -26,17 +26,27 @@ def held_experts(ffn: MoEView) -> HummingExperts:
 
 def unsupported(ffn: MoEView) -> str | None:
     """Why the kernels do not serve a layer whose experts are in Humming's form, or None."""
+    return unsuited(ffn) or _unheld(ffn)
+
+
+def unsuited(ffn: MoEView) -> str | None:
+    """Why the kernels do not serve a layer, whatever form its experts are in, or None."""
     device = ffn.gate.weight.device
     if device.type != "cuda":
         return f"device: found {device.type}, expected cuda"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"GPU: found compute capability {major}.{minor}, expected 9.0 or later"
-    return unfit(ffn)
+    return misfit(ffn)
 
 
 def unfit(ffn: MoEView) -> str | None:
     """Why the kernels cannot run a layer's shapes and types, whatever the device, or None."""
+    return misfit(ffn) or _unheld(ffn)
+
+
+def misfit(ffn: MoEView) -> str | None:
+    """`unfit`, but for the routed experts."""
     gate, up, down = ffn.gate.weight, ffn.shared_up, ffn.shared_down
     hidden, width = down.weight.shape
     if gate.dtype != torch.bfloat16 or gate.shape[1] != hidden or gate.shape[0] % tuning.TILE:
@@ -62,6 +72,11 @@ def unfit(ffn: MoEView) -> str | None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             return f"{name}: found strides {tensor.stride()}, expected contiguous rows"
+    return None
+
+
+def _unheld(ffn: MoEView) -> str | None:
+    """Why the routed experts' tensors are none in Humming's form, or None."""
     try:
         held_experts(ffn)
     except ValueError as error:

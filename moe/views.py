@@ -1,11 +1,14 @@
 """What the MoE step reads of the model."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from specialized_decode.boundary import LinearView
+
+if TYPE_CHECKING:
+    from specialized_decode.moe.held import HummingForm
 
 
 class ExpertsView(Protocol):
@@ -55,3 +58,22 @@ class MoEView(Protocol):
     def experts(self) -> ExpertsView: ...
 
     def __call__(self, x: Tensor, input_ids: Tensor) -> Tensor: ...
+
+
+class HoldableExperts(ExpertsView, Protocol):
+    """Experts whose owner can exchange what it holds; w13_scale_2, w2_scale_2 [E] float32 or None."""
+
+    @property
+    def w13_scale_2(self) -> Tensor | None: ...
+    @property
+    def w2_scale_2(self) -> Tensor | None: ...
+
+    def hold(self, form: "HummingForm") -> None:
+        """From here on the experts are `form`, and what they were before is released."""
+
+
+class HoldableMoE(MoEView, Protocol):
+    """A layer whose experts are those."""
+
+    @property
+    def experts(self) -> HoldableExperts: ...

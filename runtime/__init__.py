@@ -8,6 +8,7 @@ from specialized_decode.runtime.executor import (
     SpecializedDecode,
     UnsupportedTarget,
 )
+from specialized_decode.runtime.experts import hold_experts
 from specialized_decode.runtime.graphs import captures_pure_decode
 from specialized_decode.runtime.host import DecoderLayerView, Host, StockOps, Target
 from specialized_decode.runtime.kernels import KERNELS, kernel_families
@@ -27,6 +28,7 @@ __all__ = [
     "Target",
     "UnsupportedTarget",
     "captures_pure_decode",
+    "hold_experts",
     "kernel_families",
     "step_gates",
 ]

@@ -1,27 +1,28 @@
 """The index kernels compile for every architecture, without spills, and read weights ahead of the wait."""
 
-import re
-import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
 from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
+from tests.helpers.compiled import (
+    ARCHITECTURES,
+    REGISTERS,
+    Variant,
+    assert_fits,
+    compile_variant,
+    program_registers,
+    resources,
+)
 
-ARCHITECTURES = (90, 100, 103)
 HIDDEN, HEADS, TOPK = 5120, 32, 512
-REGISTERS, SHARED_BYTES = 65536, 227 * 1024
 
 PROJECTION = {"x": "*bf16", "weight": "*bf16", "heads": "*bf16", "partial": "*fp32", "rows": "i32"}
 COMPRESS = {
@@ -99,13 +100,8 @@ ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride
 KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 2 x 8 warps"
 
 
-@dataclass(frozen=True)
-class Variant:
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    warps: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
+    return Variant(kernel, signature, constants, warps, options, ALIGNED)
 
 
 def variants() -> dict[str, Variant]:
@@ -118,16 +114,17 @@ def variants() -> dict[str, Variant]:
             "FIRST": 512 * ratio, "HEADS": HEADS, "N": n, "PARTS": launch.parts, "SPLITS": launch.splits,
             "CHUNKS": launch.chunks, "COLUMNS": launch.columns,
         }  # fmt: skip
-        found[f"projection, ratio {ratio}"] = Variant(index_projection_kernel, PROJECTION, constants, launch.parts)
-        unfused = {"enable_fp_fusion": False}
+        found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.parts)
+        unfused: dict[str, Any] = {"enable_fp_fusion": False}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
             constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
-            variant = Variant(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, unfused)
+            variant = launch_of(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, **unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
         for (flags, full), cut in product(kinds[ratio], tuning.CUTS + tuning.INSIDE_CUTS):
-            limited = {**unfused, "maxnreg": tuning.scores_registers(HEADS, cut)}
+            # The compiler's limit is the architecture's: see `compiled`.
+            limited = {**unfused, "maxnreg": cut}
             constants = {
                 **common,
                 "HEADS": HEADS,
@@ -140,10 +137,10 @@ def variants() -> dict[str, Variant]:
             name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.programs} x {cut.warps} warps"
             with_flags = {**constants, "FLAGS": flags}
             if cut in tuning.CUTS:
-                found[f"scores, {name}"] = Variant(index_scores_kernel, SCORES, with_flags, cut.warps, limited)
+                found[f"scores, {name}"] = launch_of(index_scores_kernel, SCORES, with_flags, cut.warps, **limited)
             elif ratio:
                 constants["EARLY"] = cut.early
-                variant = Variant(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, limited)
+                variant = launch_of(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, **limited)
                 found[f"compressor and scores, {name}"] = variant
     for ratio, warps in product((2, 1), tuning.TOPS):
         constants = {
@@ -152,7 +149,7 @@ def variants() -> dict[str, Variant]:
             "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
             "SPREAD": tuning.SPREAD,
         }  # fmt: skip
-        found[f"best, ratio {ratio}, {warps} warps"] = Variant(top_positions_kernel, TOP, constants, warps)
+        found[f"best, ratio {ratio}, {warps} warps"] = launch_of(top_positions_kernel, TOP, constants, warps)
     return found
 
 
@@ -160,18 +157,11 @@ VARIANTS = variants()
 
 
 def compiled(variant: Variant, architecture: int) -> Any:
-    names = list(variant.kernel.arg_names)
-    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    assert set(signature) == set(names), f"found arguments {sorted(names)}, expected {sorted(signature)}"
-    aligned = [name for name, kind in variant.signature.items() if kind[0] == "*" or name in ALIGNED]
-    source = ASTSource(
-        fn=variant.kernel,
-        signature={name: signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {**variant.options, "num_warps": variant.warps, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    cut = variant.options.get("maxnreg")
+    if cut is not None:
+        registers = tuning.scores_registers(HEADS, cut, architecture // 10)
+        variant = replace(variant, options={**variant.options, "maxnreg": registers})
+    return compile_variant(variant, architecture)
 
 
 @pytest.fixture(autouse=True)
@@ -180,29 +170,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def resources(kernel: Any, folder: Path) -> dict[str, int]:
-    """Of the machine code: registers of a thread, and bytes of stack and local memory."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
-    return found
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     kernel = compiled(variant, architecture)
-    found = resources(kernel, tmp_path)
-    threads = 32 * variant.warps
-    table = f"{name}, compute capability {architecture}, {threads} threads: {found}, shared {kernel.metadata.shared}"
-    print(table)
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
-    assert -(-found["REG"] // 8) * 8 * threads <= REGISTERS, f"registers: {table}"
-    assert kernel.metadata.shared < SHARED_BYTES, f"shared memory: {table}"
+    assert_fits(f"{name}, compute capability {architecture}", resources(kernel, tmp_path), variant.warps)
     ptx = kernel.asm["ptx"]
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
 
@@ -213,7 +186,7 @@ def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None
     registers = 0
     for name in (f"projection, ratio {ratio}", f"compressor, ratio {ratio}"):
         variant = VARIANTS[name]
-        registers += -(-resources(compiled(variant, 90), tmp_path)["REG"] // 8) * 8 * 32 * variant.warps
+        registers += program_registers(resources(compiled(variant, 90), tmp_path), variant.warps)
     assert registers <= REGISTERS
 
 

@@ -46,8 +46,9 @@ def test_programs_of_the_scores(rows: int, inside: bool) -> None:
 @pytest.mark.parametrize("cut", tuning.CUTS + tuning.INSIDE_CUTS)
 def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
     """Of 32 heads, whose programs fill the registers."""
-    registers = tuning.scores_registers(32, cut)
-    assert registers is not None and tuning.scores_registers(64, cut) is None
+    registers = tuning.scores_registers(32, cut, 9)
+    assert registers is not None and tuning.scores_registers(64, cut, 9) is None
+    assert tuning.scores_registers(32, cut, 10) is None
     assert registers * 32 * cut.warps * cut.programs <= 65536
 
 

@@ -1,26 +1,21 @@
 """The sparse MLA kernels compile for every architecture, without spills, and read what they can ahead of the wait."""
 
-import re
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused_mla import MAX_INSERTED
 from specialized_decode.attention.kernels.index_tables import slots_kernel
 from specialized_decode.attention.kernels.norm_insert import norm_insert_kernel
 from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
+from tests.helpers.compiled import ARCHITECTURES, SHARED_BYTES, Variant, assert_fits, compile_variant, resources
 
-ARCHITECTURES = (90, 100, 103)
 WINDOW, TOPK, Q_RANK = 128, 512, 1280
-REGISTERS, SHARED_BYTES = 65536, 227 * 1024
+# Multiples of 16 at a launch.
+ALIGNED = {"stride", "window_stride", "latent_stride"}
 
 MLA = {
     "q": "*bf16",
@@ -74,12 +69,10 @@ SLOTS = {
 }
 
 
-@dataclass(frozen=True)
-class Variant:
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
+def launch_of(
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], warps: int, **options: Any
+) -> Variant:
+    return Variant(kernel, signature, constants, warps, options, ALIGNED)
 
 
 def mla(
@@ -97,21 +90,21 @@ def mla(
         "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early, "INSERT": MAX_INSERTED if insert else 0,
     }  # fmt: skip
     signature = {**MLA, "partial": "*fp16"} if cut.half else MLA
-    options = {"num_warps": cut.warps, "num_stages": 1, "enable_fp_fusion": not insert}
-    return Variant(sparse_mla_kernel, signature, constants, options)
+    unfused = {"enable_fp_fusion": not insert}
+    return launch_of(sparse_mla_kernel, signature, constants, cut.warps, num_stages=1, **unfused)
 
 
 def variants() -> dict[str, Variant]:
     norms = {"Q": Q_RANK, "Q_PADDED": 2048}
     found = {
-        "norm and insert": Variant(norm_insert_kernel, INSERT, norms, {"num_warps": 4, "enable_fp_fusion": False}),
+        "norm and insert": launch_of(norm_insert_kernel, INSERT, norms, 4, enable_fp_fusion=False),
         "unsettled": mla(1, 16, settled=False),
         "unsettled, many rows": mla(384, 16, settled=False),
     }
     for window, n in ((True, WINDOW), (False, TOPK)):
         constants = {"N": n, "WINDOW": window, "BLOCK": tuning.TABLE_BLOCK}
         signature = {**SLOTS, "source": "*i64"} if window else SLOTS
-        found["window" if window else "selection"] = Variant(slots_kernel, signature, constants, {"num_warps": 4})
+        found["window" if window else "selection"] = launch_of(slots_kernel, signature, constants, 4)
     # Every cut of TP4's and TP8's widths; of TP2's and TP1's, which share theirs, ends and middle.
     wanted = [(rows, 16, topk) for topk in (TOPK, 0) for rows in range(1, tuning.MLA_MAX_ROWS + 1)]
     wanted += [(rows, heads, TOPK) for heads in (32, 64) for rows in (1, 4, 8, 48, 384)]
@@ -133,48 +126,17 @@ def variants() -> dict[str, Variant]:
 VARIANTS = variants()
 
 
-def compiled(variant: Variant, architecture: int) -> Any:
-    names = list(variant.kernel.arg_names)
-    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    assert set(signature) == set(names), f"found arguments {sorted(names)}, expected {sorted(signature)}"
-    # As at a launch, whose tensors and strides are aligned.
-    aligned = [
-        name
-        for name, kind in variant.signature.items()
-        if kind[0] == "*" or (name in ("stride", "window_stride", "latent_stride") and kind == "i32")
-    ]
-    source = ASTSource(
-        fn=variant.kernel,
-        signature={name: signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {**variant.options, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+# Candidates are tried by Hopper's benchmark alone.
+LAUNCHES = [(name, one) for name in VARIANTS for one in ARCHITECTURES if one == 90 or not name.startswith("candidate")]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "architecture"), LAUNCHES)
 def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A cache of its own, so that what is checked was compiled by this compiler.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     variant = VARIANTS[name]
-    if name.startswith("candidate") and architecture != 90:
-        pytest.skip("Hopper's benchmark tries it")
-    kernel = compiled(variant, architecture)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
-    threads = 32 * variant.options["num_warps"]
-    table = f"{name}, compute capability {architecture}, {threads} threads: {found}, shared {kernel.metadata.shared}"
-    print(table)
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
-    # Registers are given to a warp in units of eight a thread.
-    assert -(-found["REG"] // 8) * 8 * threads <= REGISTERS, f"registers: {table}"
-    assert kernel.metadata.shared < SHARED_BYTES, f"shared memory: {table}"
+    kernel = compile_variant(variant, architecture)
+    assert_fits(f"{name}, compute capability {architecture}", resources(kernel, tmp_path), variant.warps)
     ptx = kernel.asm["ptx"]
     assert "griddepcontrol.wait" in ptx
     assert ("griddepcontrol.launch_dependents" in ptx) == variant.constants.get("EARLY", True)
@@ -184,14 +146,14 @@ def test_residency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs of one tile fit on a multiprocessor, as `mla_tuning` counts on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     for heads in (16, 32):
-        kernel = compiled(mla(1, heads), 90)
+        kernel = compile_variant(mla(1, heads), 90)
         assert 2 * (kernel.metadata.shared + 1024) <= SHARED_BYTES, f"{heads} heads: {kernel.metadata.shared} bytes"
 
 
 def test_records_are_read_ahead_of_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a tile's records, 16 bytes a load, before the first is converted; behind the wait the queries alone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    ptx = compiled(mla(1, 16), 90).asm["ptx"]
+    ptx = compile_variant(mla(1, 16), 90).asm["ptx"]
     before, behind = ptx.split("griddepcontrol.wait", 1)
     first = before.index("mul.rn.bf16x2")
     # 64 keys of 36 words of four, a part of 32 padded, over 128 threads; the turn's angles are two more.
@@ -203,7 +165,7 @@ def test_records_are_read_ahead_of_the_wait(tmp_path: Path, monkeypatch: pytest.
 def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents are read and records stored ahead of the wait; behind it come queries, and no record but the values'."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    before, behind = compiled(mla(1, 16, insert=True), 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    before, behind = compile_variant(mla(1, 16, insert=True), 90).asm["ptx"].split("griddepcontrol.wait", 1)
     store = before.index("st.global")
     # The tile's old records are on their way first, and the new one's are read after they are stored.
     assert before[:store].count("ld.global.v4") >= 64 * 160 // 4 // 128
@@ -213,5 +175,5 @@ def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    before, behind = compiled(mla(1, 16, settled=False), 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    before, behind = compile_variant(mla(1, 16, settled=False), 90).asm["ptx"].split("griddepcontrol.wait", 1)
     assert "mul.rn.bf16x2" not in before and "mul.rn.bf16x2" in behind

@@ -1,21 +1,25 @@
 """The low-batch projection compiled for every architecture: no spills, and room for the next launch beside it."""
 
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import constants
 from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
+from tests.helpers.compiled import (
+    ARCHITECTURES,
+    TOOLS,
+    Variant,
+    assert_fits,
+    compile_variant,
+    machine_code,
+    resources,
+)
 
-ARCHITECTURES = (90, 100, 103)
 SIGNATURE = {
     "x": "*i32",
     "weights": "*i32",
@@ -58,16 +62,14 @@ def compiled(
     n: int, k: int, groups: int, launch: tuning.Projection, architecture: int, stride: int | None = None
 ) -> Any:
     """The kernel of a launch. stride: of an input that it norms."""
-    names = list(projection_kernel.arg_names)
     values = constants(n, k, groups, launch, stride, stride is not None)
-    source = GluonASTSource(
-        fn=projection_kernel,
-        signature={name: SIGNATURE.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in SIGNATURE.items() if kind[0] == "*"},
-    )
-    options = {"num_warps": launch.warps, "launch_pdl": True}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps), architecture)
+
+
+def assert_room(name: str, kernel: Any, launch: tuning.Projection, folder: Path) -> None:
+    """No spills, and room for the next launch beside it."""
+    found = resources(kernel, folder)
+    assert_fits(name, found, launch.warps, registers=tuning.MOST_REGISTERS, shared=tuning.MOST_BYTES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -78,16 +80,7 @@ def test_resources(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     launch = tuning.projection(n, k, groups)
     kernel = compiled(n, k, groups, launch, architecture)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    command = [str(folder / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {found}"
-    # Registers are allotted in eights.
-    assert -(-found["REG"] // 8) * 8 * 32 * launch.warps <= tuning.MOST_REGISTERS, f"registers: {found}"
-    assert kernel.metadata.shared <= tuning.MOST_BYTES
+    assert_room(f"{n}x{k}, compute capability {architecture}", kernel, launch, tmp_path)
     blocks = launch.per_warp * launch.tiles
     # All weights of the first round are asked for before the grid dependency, and x behind it.
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
@@ -101,7 +94,7 @@ def test_resources(
     assert behind.count("ld.shared.v4") >= blocks * launch.chunks
     assert behind.count("mma.sync") == blocks * launch.chunks * 2
     if architecture != 103:  # Which nvdisasm does not know.
-        order_of_machine_code(folder / "nvdisasm", cubin, launch.ahead)
+        order_of_machine_code(machine_code(kernel, tmp_path), launch.ahead)
 
 
 def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:
@@ -124,22 +117,15 @@ def test_a_projection_that_norms(
     n, k = heads * 512, 1280
     launch = tuning.projection(n, k)._replace(early=False)
     kernel = compiled(n, k, 1, launch, architecture, stride=1792)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    command = [str(folder / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {found}"
-    assert -(-found["REG"] // 8) * 8 * 32 * launch.warps <= tuning.MOST_REGISTERS, f"registers: {found}"
+    assert_room(f"{n}x{k}, compute capability {architecture}", kernel, launch, tmp_path)
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
     assert before.count("ld.global.v4") == behind.count("ld.global.v4") == launch.per_warp * launch.chunks
     blocks = launch.per_warp * launch.chunks
     assert behind.count("mma.sync") == 2 * blocks * (launch.tiles + 1)
 
 
-def order_of_machine_code(tool: Path, cubin: Path, ahead: int) -> None:
+def order_of_machine_code(cubin: Path, ahead: int) -> None:
     """It keeps that order, and asks for x before it waits for weights."""
-    code = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
     assert code.index("LDGSTS") < code.index("ACQBULK") < code.index("LDG.E.128") < code.index("DEPBAR.LE")
     assert code[: code.index("DEPBAR.LE")].count("LDG.E.128") == ahead

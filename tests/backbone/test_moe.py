@@ -1,6 +1,7 @@
 """The mixture of experts against per-token loops in float64."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -242,6 +243,41 @@ def test_experts_dequantized_as_used_give_the_same(monkeypatch: pytest.MonkeyPat
             ):
                 assert torch.equal(found, whole[start:stop])
         torch.testing.assert_close(used(x, ids), expected, rtol=2**-7, atol=1e-3)
+
+
+class _Turned:
+    """Experts of which the last comes first, each a tensor of its own: a form as good as another."""
+
+    layout, w13_scale_2, w2_scale_2 = "turned", None, None
+
+    def __init__(self, experts: Experts) -> None:
+        self.w13, self.w13_scale = experts.w13.flip(0), experts.w13_scale.flip(0)
+        self.w2, self.w2_scale = experts.w2.flip(0), experts.w2_scale.flip(0)
+        self.asked: list[tuple[int, int]] = []
+
+    def unpacked(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self.asked.append((start, stop))
+        part = slice(EXPERTS - stop, EXPERTS - start)
+        tensors = [t[part].flip(0) for t in (self.w13, self.w13_scale, self.w2, self.w2_scale)]
+        return tensors[0], tensors[1], tensors[2], tensors[3]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_experts_held_in_another_form(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """They are read through the form, once where they are kept dequantized, and what they were before is released."""
+    if not kept:
+        monkeypatch.setattr(module, "_KEEP_BYTES", {"cpu": 0})
+        monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 3 * WIDTH * HIDDEN * 4)
+    layer, x, ids = _moe(_experts(), _bias(8)), _x(9), torch.full((9,), TEXT)
+    expected, form = layer(x, ids), _Turned(layer.experts)
+    before = weakref.ref(layer.experts.w13)
+    layer.experts.hold(form)
+    assert before() is None
+    assert layer.experts.layout == "turned" and layer.experts.w2_scale is form.w2_scale
+    assert layer.experts.w13_scale_2 is None and layer.experts.count == EXPERTS
+    for _ in range(2):
+        assert torch.equal(layer(x, ids), expected)
+    assert form.asked == ([(0, EXPERTS)] if kept else [(0, 5), (5, 10), (10, 15), (15, EXPERTS)] * 2)
 
 
 def test_long_batches_give_what_their_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:

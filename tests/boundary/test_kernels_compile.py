@@ -1,24 +1,17 @@
 """Every kernel compiles for every architecture it declares, without spills and within the registers it can have."""
 
-import re
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from specialized_decode.boundary import tuning
 from specialized_decode.boundary.kernels import coefficients, fused, publish
+from tests.helpers.compiled import ARCHITECTURES, Variant, assert_fits, compile_variant, resources
 
-ARCHITECTURES = (90, 100, 103)
 HIDDEN, MAX_ROWS = 5120, 384
 K = 4 * HIDDEN
-REGISTERS, SHARED_BYTES = 65536, 227 * 1024
 
 BOUNDARY = {
     "pending": "*bf16",
@@ -49,13 +42,11 @@ WARPS = tuning.boundary_warps(HIDDEN, 1)
 WARPS_OF_MANY = tuning.boundary_warps(HIDDEN, MAX_ROWS)
 
 
-@dataclass(frozen=True)
-class Variant:
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    warps: int
-    registers: int | None = None
+def launch_of(
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], warps: int, registers: int | None = None
+) -> Variant:
+    options = {"num_stages": tuning.PROJECTION_STAGES, "maxnreg": registers, "enable_fp_fusion": False}
+    return Variant(kernel, signature, constants, warps, options)
 
 
 def boundary(
@@ -78,7 +69,7 @@ def boundary(
     registers = tuning.boundary_registers(hidden, 1 if early else MAX_ROWS, plain)
     main, rest = tuning.parts(hidden)
     widths = {"H": hidden, "MAIN": main, "REST": rest, "ROWS": MAX_ROWS}
-    return Variant(fused.boundary_kernel, BOUNDARY, widths | constants, warps, registers)
+    return launch_of(fused.boundary_kernel, BOUNDARY, widths | constants, warps, registers)
 
 
 def mixes(k: int, rows: int) -> dict[str, Variant]:
@@ -88,7 +79,7 @@ def mixes(k: int, rows: int) -> dict[str, Variant]:
         split = tuning.one_launch_split(k)
         signature = {"streams": "*bf16", "fn": "*fp32", **shared, "arrived": "*i32", **MIXES}
         constants = {"K": k, **finishing(split.splits), "COLUMNS": split.columns}
-        return {"coefficients": Variant(coefficients.coefficients_kernel, signature, constants, 4)}
+        return {"coefficients": launch_of(coefficients.coefficients_kernel, signature, constants, 4)}
     split, block = tuning.projection_split(k, rows), tuning.projection_rows(rows)
     signature = {"streams": "*bf16", "pieces": "*bf16", "partial": "*fp32", "rows": "i32"}
     constants = {
@@ -100,8 +91,8 @@ def mixes(k: int, rows: int) -> dict[str, Variant]:
     }
     finish = {"partial": "*fp32", "base": "*fp32", "scale": "*fp32", **MIXES}
     return {
-        "projection": Variant(coefficients.projection_kernel, signature, constants, tuning.projection_warps(rows)),
-        "finish": Variant(coefficients.finish_kernel, finish, {"K": k, **finishing(split.splits)}, 1),
+        "projection": launch_of(coefficients.projection_kernel, signature, constants, tuning.projection_warps(rows)),
+        "finish": launch_of(coefficients.finish_kernel, finish, {"K": k, **finishing(split.splits)}, 1),
     }
 
 
@@ -132,12 +123,12 @@ def variants() -> dict[str, Variant]:
         "boundary, 4 ranks, published": boundary(4, published=True),
         "boundary, 8 ranks, unfinalized, quantized": boundary(8, 6, quantize=True),
         "boundary, 8 ranks, published, residual only": boundary(8, published=True, full=False),
-        "advance": Variant(publish.advance_kernel, {"generations": "*i64", "count": "i32"}, {}, 1),
-        "mean": Variant(coefficients.stream_mean_kernel, {"streams": "*bf16", "out": "*bf16"}, WIDTHS, WARPS),
+        "advance": launch_of(publish.advance_kernel, {"generations": "*i64", "count": "i32"}, {}, 1),
+        "mean": launch_of(coefficients.stream_mean_kernel, {"streams": "*bf16", "out": "*bf16"}, WIDTHS, WARPS),
     }
     for ranks in (2, 8):
         constants = {**WIDTHS, "ROWS": MAX_ROWS, "RANKS": ranks}
-        found[f"publish, {ranks} ranks"] = Variant(publish.publish_kernel, PUBLISH, constants, WARPS)
+        found[f"publish, {ranks} ranks"] = launch_of(publish.publish_kernel, PUBLISH, constants, WARPS)
     for k, rows in ((K, 1), (K, 16), (K, MAX_ROWS), (HIDDEN, 1)):
         found |= {f"{name}, K {k}, {rows} rows": variant for name, variant in mixes(k, rows).items()}
     return found
@@ -146,54 +137,14 @@ def variants() -> dict[str, Variant]:
 VARIANTS = variants()
 
 
-def compiled(variant: Variant, architecture: int, folder: Path) -> dict[str, int]:
-    """What one launch of it takes: cuobjdump's resources of a thread, and shared memory of a program."""
-    signature = {**variant.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    # As at a launch, whose tensors are aligned.
-    names = list(variant.kernel.arg_names)
-    aligned = {
-        (names.index(name),): [["tt.divisibility", 16]] for name, kind in variant.signature.items() if kind[0] == "*"
-    }
-    assert set(signature) == set(names), f"found arguments {sorted(names)}, expected {sorted(signature)}"
-    source = ASTSource(
-        fn=variant.kernel,
-        signature={name: signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
-        attrs=aligned,
-    )
-    kernel = triton.compile(
-        source,
-        target=GPUTarget("cuda", architecture, 32),
-        options={
-            "num_warps": variant.warps,
-            "num_stages": tuning.PROJECTION_STAGES,
-            "maxnreg": variant.registers,
-            "launch_pdl": True,
-            "enable_fp_fusion": False,
-        },
-    )
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
-    return {**found, "shared": kernel.metadata.shared}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resources(name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A cache of its own, so that what is checked was compiled by this compiler.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     variant = VARIANTS[name]
-    found = compiled(variant, architecture, tmp_path)
-    threads = 32 * variant.warps
-    table = f"{name}, compute capability {architecture}, {threads} threads: {found}"
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
-    # Registers are given to a warp in units of eight a thread.
-    assert -(-found["REG"] // 8) * 8 * threads <= REGISTERS, f"registers: {table}"
-    assert found["shared"] < SHARED_BYTES, f"shared memory: {table}"
+    found = resources(compile_variant(variant, architecture), tmp_path)
+    assert_fits(f"{name}, compute capability {architecture}", found, variant.warps)
 
 
 def test_every_value_occurs() -> None:
@@ -207,9 +158,5 @@ def test_every_value_occurs() -> None:
 def test_kernels_use_pdl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dependency is waited for, and the next launch let go, in the code that the processor runs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    kernel = triton.compile(
-        ASTSource(fn=publish.advance_kernel, signature={"generations": "*i64", "count": "i32"}, constexprs={}),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 1, "launch_pdl": True},
-    )
+    kernel = compile_variant(VARIANTS["advance"], 90)
     assert "griddepcontrol.wait" in kernel.asm["ptx"] and "griddepcontrol.launch_dependents" in kernel.asm["ptx"]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from specialized_decode.backbone.engine import LocalEngine
 from specialized_decode.backbone.folder import INDEX_FILE
-from specialized_decode.backbone.model import load_model
+from specialized_decode.backbone.model import DeepseekV41, Model, load_model
 from specialized_decode.backbone.tokenizer import load_tokenizer
 from specialized_decode.cli import decode as module
 from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode
@@ -87,6 +87,34 @@ def test_reference_ops_on_request(
     result = invoke("decode", small_folder, "--prompt", "a", "--tokens", 2, *flags)
     assert line(result.stdout, "identical tokens") == "2 of 2"
     assert configs == [DecodeConfig(kernels=frozenset() if "--no-kernels" in flags else KERNELS)]
+
+
+@pytest.mark.parametrize(("flags", "families"), [((), KERNELS), (("--no-kernels",), frozenset())])
+def test_experts_are_held_before_anything_is_computed(
+    invoke: Invoke,
+    small_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    families: frozenset[str],
+) -> None:
+    """So that both sides compute from the same weights, and no executor or graph reads those that were loaded."""
+    seen: list[object] = []
+    forward, build = DeepseekV41.forward, SpecializedDecode.for_target
+
+    def computed(model: DeepseekV41, *rest: Any) -> Any:
+        seen.append("forward")
+        return forward(model, *rest)
+
+    def built(target: Any, config: DecodeConfig, head: Any) -> SpecializedDecode:
+        seen.append("build")
+        return build(target, config, head)
+
+    monkeypatch.setattr(module, "hold_experts", lambda target, config: seen.append((type(target), config.kernels)))
+    monkeypatch.setattr(DeepseekV41, "forward", computed)
+    monkeypatch.setattr(SpecializedDecode, "for_target", built)
+    assert invoke("decode", small_folder, "--prompt", "a", "--tokens", 2, *flags).exit_code == 0
+    assert seen[0] == (Model, families)
+    assert seen.count(seen[0]) == 1 and set(seen[1:]) == {"forward", "build"}
 
 
 def test_rows_past_the_executors_most_say_why(

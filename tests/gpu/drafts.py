@@ -68,6 +68,14 @@ class Apart:
         return self.whole and self.accepted and self.aux and self.logprob == 0
 
 
+def relative_rms(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The difference of two lists of tensors over the first's own size; 0 for empty ones."""
+    if not expected:  # a prompt of one token, whose first output is another one
+        return 0.0
+    first, second = torch.stack(list(expected)).double(), torch.stack(list(found)).double()
+    return float((first - second).square().mean().sqrt() / first.square().mean().sqrt())
+
+
 def compare_drafted(expected: Drafted, found: Drafted, prompt_tokens: int) -> Apart:
     """Compares two runs of a request. Raises ValueError where a shared position has no aux hidden states."""
     pairs = list(zip(expected.tokens, found.tokens, strict=False))
@@ -79,8 +87,7 @@ def compare_drafted(expected: Drafted, found: Drafted, prompt_tokens: int) -> Ap
         if missing := [position for position in positions if position not in run.hashes]:
             raise ValueError(f"{name}: no aux hidden states at positions {missing[:5]}")
     aux = all(torch.equal(expected.hashes[at], found.hashes[at]) for at in positions)
-    first, second = (torch.stack([run.values[at] for at in positions]).double() for run in (expected, found))
-    rms = float((first - second).square().mean().sqrt() / first.square().mean().sqrt())
+    rms = relative_rms(*([run.values[at] for at in positions] for run in (expected, found)))
     # The token at which they part has the same inputs on both sides, but is another one.
     errors = [abs(a - b) for a, b in zip(expected.logprobs[:shared], found.logprobs[:shared], strict=True)]
     return Apart(shared, whole, expected.accepted == found.accepted, aux, max(errors, default=0.0), rms)

@@ -221,14 +221,25 @@ def run_batch(
     forced: Sequence[Sequence[int]] | None = None,
     record: bool = True,
 ) -> Outputs:
-    """Runs one batch, whose rows are named by their index. seeds: of each row's prompt."""
-    prompts = [{"prompt_token_ids": prompt(length, seed)} for length, seed in zip(lengths, seeds, strict=True)]
-    sampling = [
-        parameters(str(row), length, output_tokens, forced[row] if forced else None, record)
-        for row, length in enumerate(lengths)
-    ]
-    results = engine.llm.generate(prompts, sampling, use_tqdm=False)
-    tokens = {str(row): list(result.outputs[0].token_ids) for row, result in enumerate(results)}
+    """Runs one batch, whose rows are named by their index. seeds: of each row's prompt.
+
+    A row comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
+    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
+    """
+    llm_engine = engine.llm.llm_engine
+    tokens: dict[str, list[int]] = {str(row): [] for row in range(len(lengths))}
+
+    def step() -> None:
+        for output in llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+
+    for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
+        sampling = parameters(str(row), length, output_tokens, forced[row] if forced else None, record)
+        llm_engine.add_request(str(row), {"prompt_token_ids": prompt(length, seed)}, sampling)
+        while not tokens[str(row)]:
+            step()
+    while llm_engine.has_unfinished_requests():
+        step()
     return Outputs(tokens, take_logits(engine, tokens) if record else {})
 
 

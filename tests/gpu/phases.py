@@ -112,10 +112,15 @@ def build_phase(
     return engines[0] if engines else None
 
 
+def engine_options(args: argparse.Namespace, executor: dict[str, Any] | None) -> dict[str, Any]:
+    """LLM's options of the engines whose outputs are held against each other."""
+    return options(args, executor, **json.loads(args.engine_option))
+
+
 def run_stock(run: Run) -> None:
     """vLLM as it is, without the package's plugin."""
     steps, store = watch_steps(), Path(run.args.store)
-    engine = build_phase(run, "start", None, scenarios.GRAPH_SIZES, options(run.args, None))
+    engine = build_phase(run, "start", None, scenarios.GRAPH_SIZES, engine_options(run.args, None))
     if engine is None:
         return
     if run.wanted("profile"):
@@ -131,7 +136,7 @@ def run_executor(run: Run) -> None:
     """The executor: values and traffic on one engine, then further engines in the same process."""
     args, store = run.args, Path(run.args.store)
     steps, captured = watch_steps(), watch_captures()
-    settings = options(args, executor_option(args))
+    settings = engine_options(args, executor_option(args))
     engine = None
     # An engine takes a minute: none is started for phases that have their own.
     if any(run.wanted(name) for name in ("start", "values", "traffic", "profile", "again")):
@@ -233,6 +238,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", default="", help="phases to run, with commas; all by default")
     parser.add_argument("--expect", choices=["identical", "close"], default="identical")
     parser.add_argument("--executor-option", default="{}", help="JSON, added to the executor's additional_config")
+    parser.add_argument("--engine-option", default="{}", help="JSON, added to LLM's options for both")
     args = parser.parse_args(argv)
     check_plugin(args.engine)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from specialized_decode.backbone.config import IMAGE_TOKEN_ID
 
 VOCAB_SIZE = 129280
-# Steps of each batch that must be replays of a full graph; some further ones run beside prefills of the same batch.
+# Steps of each batch that must be replays of the full graph of its rows; more run beside prefills of the same batch.
 DECODE_STEPS = 128
-OUTPUT_TOKENS = 1 + DECODE_STEPS + 8
+OUTPUT_TOKENS = 1 + DECODE_STEPS + 28
 GRAPH_SIZES = (1, 2, 4, 8)
 MAX_ROWS = 16
 # Small enough that the longer prompts are prefilled in chunks, between other requests' decode steps.

@@ -59,6 +59,10 @@ def drafted(tokens: list[int], prompt_tokens: int = 2) -> Drafted:
     return Drafted(tokens, [-0.5] * len(tokens), [1] * len(tokens), hashes, values)
 
 
+def test_runs_that_part_at_once_have_nothing_to_compare() -> None:
+    assert compare_drafted(drafted([4, 5], 1), drafted([3, 5], 1), 1) == Apart(0, False, True, True, 0.0, 0.0)
+
+
 def test_runs_are_compared_as_far_as_they_agree() -> None:
     one = drafted([4, 5, 6])
     assert compare_drafted(one, drafted([4, 5, 6]), 2).same

@@ -312,7 +312,9 @@ def test_the_first_engine_is_started_for_its_phases(
     monkeypatch.setattr(phases, "options", lambda args, executor, **more: {})
     monkeypatch.setattr(phases, "build_phase", lambda run, name, *rest: names.append(name))
     monkeypatch.setattr(phases.Run, "phase", lambda self, name, limit, work: names.append(name))
-    phases.run_executor(Run(argparse.Namespace(store=tmp_path, only=only, executor_option="{}", expect="identical")))
+    phases.run_executor(
+        Run(argparse.Namespace(store=tmp_path, only=only, executor_option="{}", engine_option="{}", expect="identical"))
+    )
     assert ("start" in names) == started
     assert "refused" in names
 

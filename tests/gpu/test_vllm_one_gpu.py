@@ -225,11 +225,13 @@ def test_table() -> None:
 
 
 def test_jobs(tmp_path: Path) -> None:
-    args = arguments(["--out", str(tmp_path), "--executor-option", '{"a": 1}', "--only", "values"])
+    given = ["--executor-option", '{"a": 1}', "--engine-option", '{"seed": 1}', "--only", "values"]
+    args = arguments(["--out", str(tmp_path), *given])
     by_name = {one.name: one for one in jobs(args)}
     assert by_name["stock"].environment == by_name["times-stock"].environment == {"VLLM_PLUGINS": ""}
     assert by_name["executor"].environment == {}
     assert '{"a": 1}' in by_name["executor"].command
+    assert all('{"seed": 1}' in by_name[name].command for name in ("stock", "executor"))
     assert all(need in by_name for one in by_name.values() for need in one.needs)
     # Stock and executor serve the same folder.
     folders = [by_name[name].command[by_name[name].command.index("--folder") + 1] for name in ("stock", "executor")]
@@ -242,6 +244,7 @@ def test_jobs(tmp_path: Path) -> None:
         (["--jobs", "stock,none"], "--jobs: found none, expected some of checkpoint, configuration, stock"),
         (["--executor-option", "[1]"], "--executor-option: found '[1]', expected a JSON object"),
         (["--executor-option", "{"], "--executor-option: found '{', expected a JSON object"),
+        (["--engine-option", "1"], "--engine-option: found '1', expected a JSON object"),
         (["--expect", "similar"], "invalid choice: 'similar'"),
     ],
 )

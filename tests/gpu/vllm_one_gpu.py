@@ -71,7 +71,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     def engine(name: str, folder: Path) -> tuple[str, ...]:
         paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(store))
         option = ("--executor-option", args.executor_option, "--expect", args.expect)
-        return ("tests.gpu.phases", name, *paths, *option, "--only", args.only)
+        return ("tests.gpu.phases", name, *paths, *option, "--only", args.only, "--engine-option", args.engine_option)
 
     off = {"VLLM_PLUGINS": ""}
     return [
@@ -303,6 +303,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = command_line(str(__doc__), WORK, MODELS)
     parser.add_argument("--only", default="", help="phases to run in the engines, with commas; all by default")
+    parser.add_argument("--engine-option", default="{}", help="JSON, added to LLM's options for stock and executor")
     return checked(parser, argv, jobs)
 
 
@@ -330,11 +331,13 @@ def checked(
     args = parser.parse_args(argv)
     args.out, args.work, args.models = args.out.absolute(), args.work.absolute(), args.models.absolute()
     args.store = (args.store or args.work / "store").absolute()
-    try:
-        if not isinstance(json.loads(args.executor_option), dict):
-            raise ValueError("no object")
-    except ValueError:
-        parser.error(f"--executor-option: found {args.executor_option!r}, expected a JSON object")
+    for flag in ("executor_option", "engine_option"):
+        text = getattr(args, flag, "{}")
+        try:
+            if not isinstance(json.loads(text), dict):
+                raise ValueError("no object")
+        except ValueError:
+            parser.error(f"--{flag.replace('_', '-')}: found {text!r}, expected a JSON object")
     known = [job.name for job in jobs(args)]
     unknown = [name for name in args.jobs.split(",") if name and name not in known]
     if unknown:

@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    # FlashInfer's needs multicast, and is compiled from sources that the bundle leaves out.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     # Workers must not inherit what the scheduler's process has done, and need their names from the start.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.moe.expert_layout import HummingExperts, PackedWeight, pack, unpack
+from specialized_decode.moe.held import HummingForm
 from specialized_decode.moe.reference import unpack_fp4
 
 if TYPE_CHECKING:
@@ -28,17 +29,6 @@ class Linear:
         raise NotImplementedError("the kernels read the weights")
 
 
-class Experts:
-    """See HummingExpertsView."""
-
-    layout = "HUMMING"
-
-    def __init__(self, held: HummingExperts) -> None:
-        self.count = held.count
-        self.w13, self.w13_scale, self.w13_scale_2 = vars(held.w13).values()
-        self.w2, self.w2_scale, self.w2_scale_2 = vars(held.w2).values()
-
-
 class HeldMoE:
     """See MoEView. Calling it is whatever `stock` is."""
 
@@ -56,7 +46,7 @@ class HeldMoE:
         stock: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.gate, self.bias, self.image_bias, self.held = Linear(gate), bias, image_bias, held
-        self.experts, self.shared_up, self.shared_down, self.stock = Experts(held), shared_up, shared_down, stock
+        self.experts, self.shared_up, self.shared_down, self.stock = HummingForm(held), shared_up, shared_down, stock
 
     def __call__(self, x: Tensor, input_ids: Tensor) -> Tensor:
         assert self.stock is not None, "found a step on the stock path"
@@ -156,11 +146,7 @@ def exact_rows(ffn: HeldMoE, x: Tensor, ids: Tensor) -> Tensor:
     """The chosen experts' outputs [T, k, hidden] float64, rounded nowhere, from the weights that are held."""
     out = torch.empty(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     for number in ids.unique().tolist():
-        chosen_w13, chosen_w2 = (
-            PackedWeight(*(tensor[number : number + 1] for tensor in vars(weight).values()))
-            for weight in (ffn.held.w13, ffn.held.w2)
-        )
-        codes = unpack(HummingExperts(chosen_w13, chosen_w2, ffn.held.hidden, ffn.held.width))
+        codes = unpack(ffn.held.part(number, number + 1))
         w13 = unpack_fp4(codes.w13[0], codes.w13_scale[0], torch.float64)
         w2 = unpack_fp4(codes.w2[0], codes.w2_scale[0], torch.float64)
         here = ids == number

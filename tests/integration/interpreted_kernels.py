@@ -67,36 +67,34 @@ def kernels_write_like_vllm(engine: Engine, folder: Path) -> None:
 
 
 def assert_same_records(memory: Tensor, attn: Any, kernels: Any, positions: Tensor, random: torch.Generator) -> None:
-    name, caches, compressor, rings = f"layer {attn.layer_id}", attn.metadata(), attn.compressor, None
+    name, caches, compressor = f"layer {attn.layer_id}", attn.metadata(), attn.compressor
     x = torch.randn(ROWS, kernels.heads.shape[1], generator=random).to(torch.bfloat16)
     inputs = kernels.project(x)
     score = in_order(inputs.partial)[:, : inputs.heads].contiguous()
     exact = x.double() @ compressor.fused_wkv_wgate.weight.double().T
     torch.testing.assert_close(score.double(), exact, rtol=1e-5, atol=1e-5)
     before = torch.randint(256, memory.shape, generator=random, dtype=torch.uint8)
-    if compressor.state_cache is not None:
-        rings = compressor.state_cache
-        # As warming compiles it: else a capture would compile.
-        assert rings.stride(0) % 16 == 0 and rings.data_ptr() % 16 == 0
-    held = None if rings is None else torch.randn(rings.shape, generator=random)
+    rings, owned = rings_of(attn)
+    # As warming compiles it: else a capture would compile.
+    assert rings.stride(0) % 16 == 0 and rings.data_ptr() % 16 == 0
+    held = torch.randn(rings[owned].shape, generator=random)
 
     def fill(content: Tensor) -> Tensor:
         memory.copy_(content)
-        if rings is not None and held is not None:
-            rings.copy_(held)
+        rings[owned] = held
         return memory.clone()
 
     before = fill(before)
     compress_by_vllm(attn, score, positions)
-    theirs, their_rings = memory.clone(), None if rings is None else rings.clone()
+    theirs, their_rings = memory.clone(), rings[owned]
     fill(before ^ 0xFF)
     compress_by_vllm(attn, score, positions)
     # What does not depend on what was there.
     written = theirs == memory
     fill(before)
     kernels.compress(attn, inputs, positions, caches)
-    if rings is not None and their_rings is not None:
-        assert torch.equal(rings.view(torch.int32), their_rings.view(torch.int32)), f"{name}: rings differ"
+    assert torch.equal(rings[owned].view(torch.int32), their_rings.view(torch.int32)), f"{name}: rings differ"
+    assert torch.equal(their_rings, held) == (compressor.ratio == 1)
     assert torch.equal(memory[~written], before[~written]), f"{name}: bytes of nobody's were written"
     closed = int((caches.compressed.slot_mapping >= 0).sum())
     assert closed > 2 and int((theirs != before).sum()) > 600 * closed
@@ -184,12 +182,19 @@ def assert_selected(attn: Any, positions: Tensor, valid: Tensor, random: torch.G
     return slots
 
 
-def taken(memory: Tensor, rings: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A copy of the memory with zeros in the place of the rings, and the rings, which are cleared."""
-    if rings is None:
-        return memory.clone(), torch.zeros(0)
-    own = rings.clone()
-    rings.zero_()
+def rings_of(attn: Any) -> tuple[Tensor, Tensor]:
+    """A compressor's rings [blocks, rows, 1024], and which are the batch's: vLLM's caches share all blocks."""
+    if attn.compressor is None or attn.compressor.state_cache is None:
+        return torch.zeros(0, 8, 1024), torch.zeros(0, dtype=torch.int64)
+    ring = attn.metadata().ring
+    return attn.compressor.state_cache, (ring.slot_mapping[ring.slot_mapping >= 0] // ring.states).unique()
+
+
+def taken(memory: Tensor, attn: Any) -> tuple[Tensor, Tensor]:
+    """A copy of the memory with zeros in the place of the batch's rings, and those, which are cleared."""
+    rings, owned = rings_of(attn)
+    own = rings[owned]
+    rings[owned] = 0
     return memory.clone(), own
 
 
@@ -207,17 +212,16 @@ class Both:
 
     def run(self, x: Tensor, quant: None, positions: Tensor, step: Any) -> Tensor:
         memory, attn = bytes_of(self.engine), self.kernels.attn
-        rings = None if attn.compressor is None else attn.compressor.state_cache
         owned = attn.metadata().window.slot_mapping >= 0
         rows, name = int(owned.sum()), f"layer {attn.layer_id}"
         before = memory.clone()
         found = self.kernels.run(x, quant, positions, step)
         chosen = attn.selection.topk_indices[: len(x)].clone()
-        left, their_rings = taken(memory, rings)
+        left, their_rings = taken(memory, attn)
         memory.copy_(before)
         expected = self.reference.run(x, quant, positions, step)
         behind = memory.clone()
-        remained, own_rings = taken(memory, rings)
+        remained, own_rings = taken(memory, attn)
         memory.copy_(behind)
         error = (found.float() - expected.float())[owned].norm(dim=1) / expected[owned].float().norm(dim=1)
         assert error.max() < 1e-2, f"{name}: {error.tolist()} off"

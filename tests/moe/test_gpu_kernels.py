@@ -137,9 +137,9 @@ def test_clamp_active() -> None:
     check(ffn, x, ids, logits=False)
 
 
-def test_a_row_is_the_same_among_others() -> None:
+@pytest.mark.parametrize("few, many", [(2, tuning.FEWEST_OF_MOST - 1), (tuning.FEWEST_OF_MOST, tuning.MAX_ROWS)])
+def test_a_row_is_the_same_among_others(few: int, many: int) -> None:
     """A row's bits do not depend on who else is in the batch, between row counts that take the same launches."""
-    few, many = 2, tuning.MAX_ROWS
     ffn, (x, ids) = layer(576), inputs(13, many, HIDDEN, DEVICE)
     together = run(ffn, x, ids)[1]
     for first in range(many - few + 1):

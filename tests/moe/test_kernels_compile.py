@@ -1,27 +1,21 @@
 """Every MoE kernel compiles for every architecture, without spills and within the registers that it is planned for."""
 
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from specialized_decode.moe import tuning
 from specialized_decode.moe.expert_layout import projections, shard_width
 from specialized_decode.moe.kernels.experts import down_kernel, up_kernel
 from specialized_decode.moe.kernels.front import front_kernel
 from specialized_decode.moe.kernels.route import route_kernel
+from tests.helpers.compiled import ARCHITECTURES, Variant, assert_fits, compile_variant, resources
 
-ARCHITECTURES = (90, 100, 103)
 HIDDEN, EXPERTS, TOPK = 5120, 384, 6
 WIDTHS = (2304, 1152, 576, 288)
-REGISTERS = 65536
 # Warps of the GEMMs that a multiprocessor is to hold at once: 128 registers a thread.
 WARPS_HELD = 16
 
@@ -45,20 +39,15 @@ DOWN = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class Held(Variant):
     """programs: how many a multiprocessor's registers are to hold."""
 
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    warps: int
-    programs: int
-    most_registers: int | None = None
+    programs: int = 1
 
 
-def variants() -> dict[str, Variant]:
+def variants() -> dict[str, Held]:
     """Every kernel that a launch can take at the release's sizes, each once, under the first launch that takes it."""
-    found: dict[str, Variant] = {}
+    found: dict[str, Held] = {}
     for rows in range(1, tuning.MAX_ROWS + 1):
         launches = {"front": _front()}
         launches |= {f"route, image {image}": _route(image, rows) for image in (0, 129264)}
@@ -70,27 +59,27 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def _front() -> Variant:
+def _front() -> Held:
     cut = tuning.front(HIDDEN)
     assert cut is not None
     constants = {
         "EXPERTS": EXPERTS, "SPLITS": cut.splits, "K": HIDDEN, "PADDED": 8192, "WARPS": tuning.FRONT_WARPS,
         "BLOCKS": cut.blocks,
     }  # fmt: skip
-    return Variant(front_kernel, FRONT, constants, tuning.FRONT_WARPS, 4)
+    return Held(front_kernel, FRONT, constants, tuning.FRONT_WARPS, programs=4)
 
 
-def _route(image: int, rows: int) -> Variant:
+def _route(image: int, rows: int) -> Held:
     cut = tuning.front(HIDDEN)
     assert cut is not None
     constants = {
         "EXPERTS": EXPERTS, "SPLITS": cut.splits, "FIRST_IMAGE": image, "PADDED": 512, "TOPK": TOPK, "TOPK_PADDED": 8,
         "RECORDED": rows > 1,
     }  # fmt: skip
-    return Variant(route_kernel, ROUTE, constants, tuning.ROUTE_WARPS, 1)
+    return Held(route_kernel, ROUTE, constants, tuning.ROUTE_WARPS)
 
 
-def _up(width: int, rows: int) -> Variant:
+def _up(width: int, rows: int) -> Held:
     held, w13, cut = shard_width(width), projections(HIDDEN, width)[0], tuning.up(HIDDEN, rows)
     assert cut is not None
     constants = {
@@ -98,17 +87,18 @@ def _up(width: int, rows: int) -> Variant:
         "SCALE": tuning.activation_scale(10.0), "WARPS": cut.warps, "CHUNK": cut.tiles, "SHARED_CHUNK": cut.blocks,
         "RECORDED": rows > 1,
     }  # fmt: skip
-    return Variant(up_kernel, UP, constants, cut.warps, WARPS_HELD // cut.warps, tuning.REGISTERS)
+    most = {"maxnreg": tuning.REGISTERS}
+    return Held(up_kernel, UP, constants, cut.warps, most, programs=WARPS_HELD // cut.warps)
 
 
-def _down(width: int, rows: int) -> Variant:
+def _down(width: int, rows: int) -> Held:
     w2, cut = projections(HIDDEN, width)[1], tuning.down(HIDDEN, width, rows)
     constants = {
         "TOPK": TOPK, "H": HIDDEN, "I": width, "I_HELD": shard_width(width), "N_HELD": w2.rows, "K_HELD": w2.columns,
         "SCALE": tuning.activation_scale(10.0), "WARPS": cut.warps, "CHUNK": cut.tiles, "SHARED_CHUNK": cut.blocks,
         "REPEAT": cut.repeat, "RECORDED": rows > 1,
     }  # fmt: skip
-    return Variant(down_kernel, DOWN, constants, cut.warps, WARPS_HELD // cut.warps)
+    return Held(down_kernel, DOWN, constants, cut.warps, programs=WARPS_HELD // cut.warps)
 
 
 VARIANTS = variants()
@@ -120,35 +110,6 @@ def compiled(name: str, architecture: int) -> Any:
     if (name, architecture) not in COMPILED:
         COMPILED[name, architecture] = compile_variant(VARIANTS[name], architecture)
     return COMPILED[name, architecture]
-
-
-def compile_variant(variant: Variant, architecture: int) -> Any:
-    names = list(variant.kernel.arg_names)
-    assert {*variant.signature, *variant.constants} == set(names)
-    kinds = variant.signature.items()
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in kinds if kind[0] == "*"}
-    source = GluonASTSource if isinstance(variant.kernel, GluonJITFunction) else ASTSource
-    return triton.compile(
-        source(
-            fn=variant.kernel,
-            signature={name: variant.signature.get(name, "constexpr") for name in names},
-            constexprs={(names.index(name),): value for name, value in variant.constants.items()},
-            attrs=aligned,
-        ),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": variant.warps, "launch_pdl": True, "maxnreg": variant.most_registers},
-    )
-
-
-def resources(kernel: Any, folder: Path) -> dict[str, int]:
-    """What cuobjdump says that a thread takes."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = {kind: int(value) for kind, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    assert found.keys() == {"REG", "STACK", "LOCAL"}, said
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -163,12 +124,9 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     kernel = compiled(name, architecture)
     found = resources(kernel, tmp_path)
-    table = f"{name}, compute capability {architecture}: {found}"
-    assert found["STACK"] == 0 and found["LOCAL"] == 0, f"spills: {table}"
-    # Registers are given to a warp in units of eight a thread.
-    assert -(-found["REG"] // 8) * 8 * 32 * variant.warps * variant.programs <= REGISTERS, f"registers: {table}"
-    # Sums of the warps alone.
-    assert kernel.metadata.shared <= 8192, f"shared memory: {kernel.metadata.shared} of {table}"
+    # Shared memory is for sums of the warps alone.
+    name = f"{name}, compute capability {architecture}"
+    assert_fits(name, found, variant.warps, programs=variant.programs, shared=8192)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

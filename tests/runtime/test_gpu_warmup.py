@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specialized_decode.runtime import KERNELS, DecodeConfig, SpecializedDecode
+from specialized_decode.runtime import KERNELS
 from tests.helpers.runtime_model import Pair
 
 ROWS = (1, 4, 5, 16, 17, 48, 49, 70)
@@ -16,7 +16,8 @@ def test_no_capture_compiles(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
     """Every row count's kernels are there before its capture, on both sides of every gate."""
     import triton
 
-    pair = Pair(tiny_folder, device="cuda", max_rows=72, max_context=256, max_tokens=512)
+    # In a process of its own it compiles all of them here.
+    pair = Pair(tiny_folder, device="cuda", max_rows=72, max_context=256, max_tokens=512, kernels=families)
     pair.backbone.set_aux_layers((1,))
     compiled: list[str] = []
 
@@ -24,10 +25,6 @@ def test_no_capture_compiles(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
         compiled.append(str(getattr(fn, "name", fn)))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    config = DecodeConfig(kernels=families)
-    pair.executor = SpecializedDecode.for_target(pair.backbone, config, pair.model.lm_head)
-    # In a process of its own it compiles all of them here.
-    compiled.clear()
     for rows in ROWS:
         pair.capture(rows)
         assert compiled == [], f"{rows} rows"
