@@ -221,6 +221,7 @@ class FusedSparseMla:
             SLICES=cut.slices,
             SETTLED=settled,
             EARLY=cut.early,
+            SPREAD=cut.spread,
             INSERT=MAX_INSERTED if given else 0,
             num_warps=cut.warps,
             # The compiler's own pipeline would hold a second tile in shared memory.
