@@ -297,7 +297,12 @@ def cuts(layers: Layers) -> dict[str, Callable[[], object]]:
 
 def cut_name(launch: tuning.SparseMla) -> str:
     """A launch in words."""
-    extra = ", halves" * launch.half + ", splits wait" * launch.spread + ", next waits" * (not launch.early)
+    extra = (
+        ", halves" * launch.half
+        + ", splits wait" * launch.spread
+        + ", marked" * launch.marked
+        + ", next waits" * (not launch.early)
+    )
     return f"{launch.splits} splits, {launch.slices} slices, {launch.keys} keys, {launch.warps} warps{extra}"
 
 

@@ -23,20 +23,30 @@ CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
 TUNED = None
 # As `mla_launch` takes them behind its tiles: warps, keys, halves; splits wait for each other.
 SPREAD = (None, 64, False, True)
+# And without a counter; with halves too.
+MARKED, HALVES = (*SPREAD, True), (None, 64, True, True, True)
 # name -> the layer, its requests' contexts, and how launches are cut
 CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[Any, ...] | None, ...]]] = {
     "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2), (1, 8, *SPREAD), (3, 1, *SPREAD))),
-    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1, *SPREAD))),
+    "long": (
+        Shape(heads=16, ratio=2, states=32),
+        (8192,),
+        (TUNED, (3, 2), (1, 8, *SPREAD), (3, 1, *MARKED), (1, 2, *HALVES)),
+    ),
+    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1, *MARKED))),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
-    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2, *SPREAD))),
-    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1, *SPREAD), (1, 8, *SPREAD))),
+    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2, *SPREAD), (1, 2, *MARKED))),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1, *MARKED), (1, 8, *SPREAD))),
     "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
-    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2), (1, 4, *SPREAD))),
+    "4 heads, small widths": (
+        Shape(heads=4, **SMALL),
+        (1, 47, 48, 49, 0, 96),
+        ((1, 2), (1, 4, *SPREAD), (1, 4, *MARKED)),
+    ),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2, *SPREAD))),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2, *MARKED))),
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
@@ -109,6 +119,7 @@ def _outputs(name: str) -> dict[str, Tensor]:
         found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
         found["cache with the insert"] = other.window_cache.contiguous()
     found["arrived"] = fused._arrived
+    found["marked"] = torch.cat((fused._partial[True], fused._statistics[True])).view(torch.int32)
     return found
 
 
@@ -260,6 +271,17 @@ def _interleave_programs() -> None:
         executor.fn = Programs(fn, interpreter.interpreter_builder)
 
     interpreter.GridExecutor.__init__ = wrapped
+    from specialized_decode.attention.kernels import sparse_mla
+
+    any_missing = sparse_mla._any_missing
+
+    def waiting(*words: Any) -> Any:
+        missing = any_missing(*words)
+        if int(missing):
+            Programs.current.run_next()
+        return missing
+
+    sparse_mla._any_missing = waiting
 
 
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
