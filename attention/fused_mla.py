@@ -103,10 +103,10 @@ class FusedSparseMla:
         launches = [
             (rows, tuning.sparse_mla(rows, heads, window, n)) for rows in range(1, max_rows + 1) for n in (0, topk)
         ]
-        nothing = torch.empty(0, device=device)
+        nothing = torch.full((1,), -1, dtype=torch.int32, device=device).view(torch.float32)
         # Where splits leave what is added up; of marked launches apart, whose words are missing between launches.
         self._partial, self._statistics = {False: nothing, True: nothing}, {False: nothing, True: nothing}
-        self._arrived = torch.empty(0, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
         for rows, launch in sorted(launches, key=lambda one: -one[0] * one[1].programs):
             self._reserve(rows, launch)

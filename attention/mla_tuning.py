@@ -10,8 +10,8 @@ MLA_KEYS = 64
 # Programs of 4 and of 8 warps that run at once on an H200: two a multiprocessor, whose shared memory holds two tiles of
 # keys, or one, which takes all registers. Not measured.
 MLA_RESIDENT = {4: 264, 8: 132}
-# Programs of a launch with one tile each, at most: all that run at once. With half of it the next launch's programs are
-# all resident beside them, and read ahead. Not measured against each other.
+# Programs of a launch with one tile each, at most, where there are slices to spare: all that run at once. With half of
+# it the next launch's programs are all resident beside them, and read ahead. Not measured against each other.
 MLA_PROGRAMS = 264
 # Whether splits of a launch that runs at once wait for each other and each adds up a share. Not measured.
 MLA_SPREAD = False
@@ -75,12 +75,8 @@ def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
     cuts += [(-(-tiles // splits), fewest) for splits in (5, 2, 1) if splits < tiles]
     ways = {"half": MLA_HALVES, "spread": MLA_SPREAD, "marked": MLA_MARKED}
     launches = [mla_launch(rows, heads, tiles, count, slices, **ways) for count, slices in cuts]
-    return next((launch for launch in launches if launch.early and _within(rows, launch)), launches[-1])
-
-
-def _within(rows: int, launch: SparseMla) -> bool:
-    """Whether a launch has no more programs of one tile than wanted."""
-    return launch.tiles > 1 or rows * launch.programs <= MLA_PROGRAMS
+    wanted = (one for one in launches if one.slices == fewest or rows * one.programs <= MLA_PROGRAMS)
+    return next((launch for launch in wanted if launch.early), launches[-1])
 
 
 def mla_launch(

@@ -71,9 +71,9 @@ def test_splits_wait_for_each_other_only_where_all_run_at_once() -> None:
 @pytest.mark.parametrize("most", [132, 264])
 def test_programs_of_one_tile(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(tuning, "MLA_PROGRAMS", most)
-    for rows in range(1, most // 10 + 1):
+    for rows in range(1, 27):
         cut = tuning.sparse_mla(rows, 16, 128, 512)
-        assert cut.tiles == 1 and rows * cut.programs <= most
+        assert cut.tiles == 1 and (cut.slices == 1 or rows * cut.programs <= most)
         assert cut.slices == 8 or most < 2 * rows * cut.programs
 
 
