@@ -103,11 +103,15 @@ class FusedSparseMla:
         launches = [
             (rows, tuning.sparse_mla(rows, heads, window, n)) for rows in range(1, max_rows + 1) for n in (0, topk)
         ]
-        self._partial = torch.empty(max(1, *(rows * launch.partial for rows, launch in launches)), device=device)
-        programs = max(rows * launch.programs for rows, launch in launches)
-        self._statistics = torch.empty(programs * max(launch.group for _, launch in launches), device=device)
-        self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        nothing = torch.full((1,), -1, dtype=torch.int32, device=device).view(torch.float32)
+        # Where splits leave what is added up; of marked launches apart, whose words are missing between launches.
+        self._partial, self._statistics = {False: nothing, True: nothing}, {False: nothing, True: nothing}
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
+        for rows, launch in sorted(launches, key=lambda one: -one[0] * one[1].programs):
+            self._reserve(rows, launch)
+        # Nothing has been captured yet.
+        self._outgrown.clear()
 
     def inserts(self, rows: int, selected: bool) -> bool:
         """Whether a launch for so many rows, with or without selected positions, stores the step's records itself."""
@@ -181,6 +185,7 @@ class FusedSparseMla:
         cut = launch or tuning.sparse_mla(rows, heads, self.window, topk)
         if launch is not None:
             self._reserve(rows, launch)
+        partial = self._partial[cut.marked]
         out, given = torch.empty_like(q), latents is not None
         if latents is None:
             latents, request, slots = q, positions, positions
@@ -197,8 +202,8 @@ class FusedSparseMla:
             window,
             *compressed[:2],
             window if selected is None else selected,
-            self._partial.view(torch.float16) if cut.half else self._partial,
-            self._statistics,
+            partial.view(torch.float16) if cut.half else partial,
+            self._statistics[cut.marked],
             self._arrived,
             out,
             attn.scale,
@@ -221,6 +226,8 @@ class FusedSparseMla:
             SLICES=cut.slices,
             SETTLED=settled,
             EARLY=cut.early,
+            SPREAD=cut.spread,
+            MARKED=cut.marked,
             INSERT=MAX_INSERTED if given else 0,
             num_warps=cut.warps,
             # The compiler's own pipeline would hold a second tile in shared memory.
@@ -232,22 +239,23 @@ class FusedSparseMla:
         return out
 
     def _reserve(self, rows: int, launch: tuning.SparseMla) -> None:
-        """Scratch for a launch that is not `tuning`'s. What is too small is kept: captured graphs write to it."""
-        programs, device = rows * launch.programs, self._partial.device
-        if rows * launch.partial > self._partial.numel():
-            self._outgrown.append(self._partial)
-            self._partial = torch.empty(rows * launch.partial, device=device)
+        """Scratch for a launch. What is too small is kept: captured graphs write to it."""
+        programs, device = rows * launch.programs, self._arrived.device
         if programs > self._arrived.numel():
             self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
-        if programs * launch.group > self._statistics.numel():
-            self._outgrown.append(self._statistics)
-            self._statistics = torch.empty(programs * launch.group, device=device)
+        sizes = rows * launch.partial, programs * launch.group * (launch.sharers if launch.marked else 1)
+        for scratch, size in zip((self._partial, self._statistics), sizes, strict=True):
+            if size > scratch[launch.marked].numel():
+                self._outgrown.append(scratch[launch.marked])
+                # Ones in all bits: missing.
+                missing = torch.full((size,), -1, dtype=torch.int32, device=device)
+                scratch[launch.marked] = missing.view(torch.float32)
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its
         own. Not in a capture."""
-        device, tables = self._partial.device, FusedTables()
+        device, tables = self._arrived.device, FusedTables()
         cache = torch.zeros(1, 32, RECORD, dtype=torch.uint8, device=device)
         cache = cache.as_strided(cache.shape, (32 * RECORD // 16 * 16, RECORD, 1))
         layer: Any = _Warming(attn, cache)

@@ -117,13 +117,15 @@ def projection_kernel(
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
+    LATE: gl.constexpr,
     STRIDE: gl.constexpr,
     NORM: gl.constexpr,
 ):
     """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
     weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
     read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
-    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows
+    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. LATE:
+    only when all of x has been asked for, else behind the wait. NORM: rows
     are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
@@ -173,19 +175,23 @@ def projection_kernel(
                 norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             _wait()
-            if not EARLY:
+            if not EARLY and not LATE:
                 _launch_next()
         inputs = ()
         for i in gl.static_range(AHEAD):
             inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
         _barrier()
+        if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
+            _launch_next()
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
                 weight = slab[number].load(vectors)  # type: ignore[var-annotated]
                 if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
                     inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
+                    if LATE and chunk == CHUNKS - 1 and number // TILES + AHEAD == PER_WARP - 1:
+                        _launch_next()
                 factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
                 if number % TILES == 0:
                     own = four_words(inputs[number // TILES], WARPS, lanes)

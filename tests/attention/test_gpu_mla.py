@@ -97,7 +97,7 @@ def test_attention_that_inserts(kernels: Make, rows: int, ratio: int) -> None:
     case = MlaCase(Shape(ratio=ratio), some, rows, DEVICE)
     cuts = [cut for cut in tuning.candidates(rows, 16, 128, 512 if ratio else 0) if cut.inserts]
     # Each is compiled for itself.
-    inserted(kernels(case.shape), case, cuts[::9])
+    inserted(kernels(case.shape), case, [*dict.fromkeys([*cuts[::9], *some_that_wait(rows, 512 if ratio else 0)])])
 
 
 @pytest.mark.parametrize("contexts", [(700,), (130,), (3,), (8192, 0)])
@@ -105,6 +105,78 @@ def test_attention_that_inserts_drafts(kernels: Make, contexts: tuple[int, ...])
     """Rows of one request read each other's records."""
     case = MlaCase(Shape(count=4), contexts, 5, DEVICE)
     inserted(kernels(case.shape), case, [tuning.sparse_mla(case.rows, 16, 128, 512)])
+
+
+def some_that_wait(rows: int, topk: int) -> list[tuning.SparseMla]:
+    """Launches whose splits wait for each other, with a counter and without; few, since each is compiled for itself."""
+    wait = [cut for cut in tuning.candidates(rows, 16, 128, topk) if cut.spread and cut.inserts]
+    plain = [cut for cut in wait if not cut.half and cut.warps == 4]
+    if rows == 8 and topk:
+        return [*plain, *(cut for cut in wait if cut.slices == 1 and (cut.half or cut.warps == 8))]
+    return plain if rows == 1 else plain[:2]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_splits_that_wait_for_each_other(kernels: Make, heads: int, ratio: int) -> None:
+    """Again and again over the same scratch, in turn with a launch whose last split adds up: the same each time."""
+    case = MlaCase(Shape(heads=heads, ratio=ratio), (700, 0, 8192), 11, DEVICE)
+    fused, tiles = kernels(case.shape), tuning.key_tiles(128, 512 if ratio else 0)
+    usual = run(fused, case)
+    for slices in (2, 4) if heads > 16 else (1, 2, 8):
+        for marked in (False, True):
+            cut = tuning.mla_launch(3, heads, tiles, 1, slices, spread=True, marked=marked)
+            if not cut.spread:
+                continue
+            out = run(fused, case, launch=cut)
+            assert_as_good(out, case)
+            for _ in range(20):
+                assert same_bits(run(fused, case, launch=cut), out)
+                assert same_bits(run(fused, case), usual)
+            assert_scratch_is_clean(fused)
+
+
+def assert_scratch_is_clean(fused: FusedSparseMla) -> None:
+    """Counters are between launches, and no word is left."""
+    assert not (fused._arrived % 4096).any()
+    for scratch in (fused._partial[True], fused._statistics[True]):
+        assert (scratch.view(torch.int32) == -1).all()
+
+
+def test_a_graph_of_splits_that_wait(kernels: Make) -> None:
+    """A chain in which each launch starts while the one before it runs, beside launches of another stream that take
+    part of the GPU; replayed: all finish, with the same bits."""
+    case = MlaCase(Shape(), (8192,) * 8, 12, DEVICE)
+    fused, (window, selected) = kernels(case.shape), case.tables(FusedTables())
+    cuts = [cut for cut in tuning.candidates(8, 16, 128, 512) if cut.spread and cut.warps == 4]
+    other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE).bfloat16()
+
+    def chain() -> list[Tensor]:
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                torch.mm(a, a)
+        found = [
+            fused(case.attn, case.q, case.positions, window, selected, True, cut) for _ in range(20) for cut in cuts
+        ]
+        torch.cuda.current_stream().wait_stream(other)
+        return found
+
+    expected = [out.clone() for out in chain()[: len(cuts)]]
+    torch.cuda.synchronize()
+    for out in expected:
+        assert_as_good(out, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(10):
+        for out in found:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for number, out in enumerate(found):
+            assert same_bits(out, expected[number % len(cuts)])
+        assert_scratch_is_clean(fused)
 
 
 def inserted(fused: FusedSparseMla, case: MlaCase, cuts: list[tuning.SparseMla]) -> None:

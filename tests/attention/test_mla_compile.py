@@ -87,7 +87,8 @@ def mla(
     cut = cut or tuning.sparse_mla(rows, heads, WINDOW, topk)
     constants = {
         "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": cut.keys, "TILES": cut.tiles, "SPLITS": cut.splits,
-        "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early, "INSERT": MAX_INSERTED if insert else 0,
+        "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early,
+        "SPREAD": cut.spread, "MARKED": cut.marked, "INSERT": MAX_INSERTED if insert else 0,
     }  # fmt: skip
     signature = {**MLA, "partial": "*fp16"} if cut.half else MLA
     unfused = {"enable_fp_fusion": not insert}
@@ -116,10 +117,15 @@ def variants() -> dict[str, Variant]:
             if (key := tuple(sorted(variant.constants.items()))) not in seen:
                 seen.add(key)
                 found[f"{heads} heads, {rows} rows, top-k {topk}" + ", insert" * insert] = variant
-    # Other threads, wider tiles and halves, which a benchmark tries.
+    # Other threads, wider tiles, halves and splits that wait for each other, which a benchmark tries.
     for cut in tuning.candidates(8, 16, WINDOW, TOPK):
-        if cut.slices in (1, 2) and (cut.half or cut.warps == 8):
+        if cut.slices in (1, 2) and (cut.half or cut.warps == 8 or cut.marked) and (cut.marked or not cut.spread):
             found[f"candidate {cut}"] = mla(8, 16, insert=cut.inserts, cut=cut)
+    for rows, heads, topk in ((1, 16, TOPK), (8, 16, TOPK), (8, 16, 0), (1, 32, TOPK), (1, 64, TOPK)):
+        for marked in (False, True):
+            cut = tuning.sparse_mla(rows, heads, WINDOW, topk)._replace(spread=True, marked=marked)
+            name = f"{heads} heads, {rows} rows, top-k {topk}, spread" + ", marked" * marked
+            found[name] = mla(rows, heads, topk, insert=cut.inserts, cut=cut)
     return found
 
 
@@ -171,6 +177,33 @@ def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert before[:store].count("ld.global.v4") >= 64 * 160 // 4 // 128
     assert before[store:].count("ld.global.v4") >= 64 * 160 // 4 // 128
     assert "cvt.rn.satfinite.e4m3x2" in before and "cvt.rn.satfinite.e4m3x2" not in behind
+
+
+def test_splits_that_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read what others left behind an acquiring load, past the first-level cache, and the last arriver's way of
+    adding up is not there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    cut = tuning.sparse_mla(8, 16, WINDOW, TOPK)._replace(spread=True)
+    before, behind = compile_variant(mla(8, 16, cut=cut), 90).asm["ptx"].split("ld.acquire.gpu.global", 1)
+    assert "atom.global.gpu.acq_rel.add" in before and "ld.global.cg" not in before
+    assert "ld.acquire.gpu.global" not in behind and behind.count("st.global") <= 2
+    # Sizes of the splits, and averages of a share: 32 columns of 16 heads.
+    assert behind.count("ld.global.cg") >= 2 * cut.splits
+
+
+def test_splits_that_wait_without_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a split leaves is stored before it looks for the others' words, and those are marked as missing again
+    behind the last look."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    cut = tuning.sparse_mla(8, 16, WINDOW, TOPK)._replace(spread=True, marked=True)
+    ptx = compile_variant(mla(8, 16, cut=cut), 90).asm["ptx"]
+    assert "atom.global" not in ptx and "red.global" not in ptx and "ld.acquire" not in ptx
+    first, last = ptx.index("ld.volatile.global"), ptx.rindex("ld.volatile.global")
+    # Averages of 64 columns and the rotated ones, and sizes; a copy of the words, and the outputs.
+    assert ptx[:first].count("st.global") >= 3 and "st.global" not in ptx[first:last]
+    assert ptx[last:].count("st.global") >= 2 * cut.splits + 1
+    # A look ahead of the loop, and one in it.
+    assert ptx.count("ld.volatile.global") >= 4 * cut.splits
 
 
 def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """The sparse MLA kernels in Triton's interpreter, on a CPU; in a process of its own, as `step_interpreted`."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +21,38 @@ SMALL = {"window": 48, "topk": 16, "states": 64, "q_rank": 32}
 CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
 # As `tuning` cuts the launch; or tiles of a split and slices.
 TUNED = None
+# As `mla_launch` takes them behind its tiles: warps, keys, halves; splits wait for each other.
+SPREAD = (None, 64, False, True)
+# And without a counter; with halves too.
+MARKED, HALVES = (*SPREAD, True), (None, 64, True, True, True)
 # name -> the layer, its requests' contexts, and how launches are cut
-CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...]]] = {
+CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[Any, ...] | None, ...]]] = {
     "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2))),
-    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1),)),
+    "long": (
+        Shape(heads=16, ratio=2, states=32),
+        (8192,),
+        (TUNED, (3, 2), (1, 8, *SPREAD), (3, 1, *MARKED), (1, 2, *HALVES)),
+    ),
+    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1, *MARKED))),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
-    "padding alone": (Shape(heads=8), (0, 0), ((1, 1),)),
-    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1))),
+    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2, *SPREAD), (1, 2, *MARKED))),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1, *MARKED), (1, 8, *SPREAD))),
     "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
-    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2),)),
+    "4 heads, small widths": (
+        Shape(heads=4, **SMALL),
+        (1, 47, 48, 49, 0, 96),
+        ((1, 2), (1, 4, *SPREAD), (1, 4, *MARKED)),
+    ),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700,), ((3, 4),)),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2, *MARKED))),
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
-INSERTED: dict[str, tuple[int, int]] = {
+INSERTED: dict[str, tuple[Any, ...]] = {
     "first token": (1, 1),
-    "few drafts": (1, 1),
+    "few drafts": (1, 1, *SPREAD),
     "window only": (2, 1),
     "4 heads, small widths": (1, 1),
     "32 heads": (10, 2),
@@ -65,6 +80,7 @@ def run_interpreted(path: str) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.set_num_threads(1)
     prepare_interpreter(_assembly)
+    _interleave_programs()
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     found = {name: _outputs(name) for name in CASES}
     torch.save({**found, "steps, reused": _reused(), "steps": _steps()}, Path(path))
@@ -103,6 +119,7 @@ def _outputs(name: str) -> dict[str, Tensor]:
         found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
         found["cache with the insert"] = other.window_cache.contiguous()
     found["arrived"] = fused._arrived
+    found["marked"] = torch.cat((fused._partial[True], fused._statistics[True])).view(torch.int32)
     return found
 
 
@@ -210,10 +227,72 @@ def replayed() -> MlaCase:
     return MlaCase(shape, contexts[::-1], seed=99)
 
 
+class Programs:
+    """A kernel in the interpreter, one of whose programs may wait for what others do: the next ones run meanwhile."""
+
+    # What runs now.
+    current: "Programs"
+
+    def __init__(self, fn: Callable[..., Any], builder: Any) -> None:
+        # The interpreter looks into the function.
+        functools.update_wrapper(self, fn)
+        self.__globals__, self.__signature__ = fn.__globals__, inspect.signature(fn)
+        self.fn, self.builder = fn, builder
+        self.begun: set[tuple[int, int, int]] = set()
+        self.arguments: dict[str, Any] = {}
+
+    def __call__(self, **arguments: Any) -> None:
+        own = self.builder.grid_idx
+        if own not in self.begun:
+            self.begun.add(own)
+            Programs.current, self.arguments = self, arguments
+            self.fn(**arguments)
+
+    def run_next(self) -> None:
+        """The next program along the grid's first side. Raises ValueError where none is left: nobody will do what this
+        one waits for."""
+        x, y, z = self.builder.grid_idx
+        other = x + 1
+        while (other, y, z) in self.begun:
+            other += 1
+        self.builder.set_grid_idx(other, y, z)
+        self(**self.arguments)
+        self.builder.set_grid_idx(x, y, z)
+
+
+def _interleave_programs() -> None:
+    """Has the interpreter run kernels as `Programs`."""
+    import triton.runtime.interpreter as interpreter
+
+    init = interpreter.GridExecutor.__init__
+
+    def wrapped(executor: Any, fn: Callable[..., Any], *arguments: Any) -> None:
+        init(executor, fn, *arguments)
+        executor.fn = Programs(fn, interpreter.interpreter_builder)
+
+    interpreter.GridExecutor.__init__ = wrapped
+    from specialized_decode.attention.kernels import sparse_mla
+
+    any_missing = sparse_mla._any_missing
+
+    def waiting(*words: Any) -> Any:
+        missing = any_missing(*words)
+        if int(missing):
+            Programs.current.run_next()
+        return missing
+
+    sparse_mla._any_missing = waiting
+
+
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
-    """`dequantized` of the kernels."""
+    """`dequantized` and `_all_arrived` of the kernels."""
     import triton.language as tl
 
+    if "ld.acquire.gpu" in asm:
+        counter, now = arguments
+        while int(tl.load(counter)) % 4096:
+            Programs.current.run_next()
+        return now * 0
     assert "prmt.b32 low, $4" in asm, asm
     word, scale = arguments
     unit = (scale & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
