@@ -3,14 +3,12 @@
 `python -m benchmarks.vllm_step OUT/results.json --name vllm_step_h200` writes benchmarks/results/vllm_step_h200.json.
 """
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from benchmarks.results import FOLDER, Times
+from benchmarks.conversion import conversion
+from benchmarks.results import Times
 from specialized_decode.backbone.presets import flash_plan
 
 JOBS = {"stock": "times-stock", "executor": "times-executor"}
@@ -90,26 +88,14 @@ def _run(shape: str, sides: dict[str, dict[str, Any]]) -> VllmRun:
     return VllmRun(rows, context, min(one["steps"] for one in sides.values()), found["stock"], found["executor"])
 
 
-@click.command()
-@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--name", required=True, help="Name of the result: vllm_step_h200, say.")
-@click.option("--layers", default=40, show_default=True)
-@click.option("--experts", default=384, show_default=True)
-@click.option("--shard-tp", default=4, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder that the result is written to.")
-def main(results: Path, name: str, layers: int, experts: int, shard_tp: int, out: Path) -> None:
-    """Makes a result of RESULTS, the results.json of tests/gpu/vllm_one_gpu.py."""
-    try:
-        result = convert(json.loads(results.read_text(encoding="utf-8")), name, layers, experts, shard_tp)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+def lines(result: VllmResult) -> Iterator[str]:
+    """A line for every run."""
     for run in result.runs:
-        speed = run.stock.step_ms.median / run.executor.step_ms.median
-        click.echo(
-            f"{run.rows} rows: {run.stock.step_ms.median:.3f} ms, {run.executor.step_ms.median:.3f} ms, {speed:.3f}x"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+        stock, executor = run.stock.step_ms.median, run.executor.step_ms.median
+        yield f"{run.rows} rows: {stock:.3f} ms, {executor:.3f} ms, {stock / executor:.3f}x"
+
+
+main = conversion(convert, lines, "vllm_step_h200")
 
 
 if __name__ == "__main__":

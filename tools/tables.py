@@ -2,8 +2,9 @@
 
 `python -m tools.tables` rewrites what stands between `<!-- table: NAME -->` and `<!-- end -->` from NAME.json, and the
 table `requirements` from the rows of integration/config.py; with --check it changes nothing and exits with 1 where a
-page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py and benchmarks/vllm_step.py those
-of their own. `<!-- table: NAME, once measured -->` stays empty while there is no NAME.json.
+page is stale. benchmarks/results.py defines the files' form, benchmarks/boundary.py, benchmarks/vllm_step.py and
+benchmarks/attention_vllm.py those of their own. `<!-- table: NAME, once measured -->` stays empty while there is no
+NAME.json.
 """
 
 import json
@@ -60,6 +61,8 @@ def table(result: dict[str, Any]) -> str:
         return _vllm_table(result)
     if result.get("kind") in ("attention_step", "attention_mla"):
         return _attention_table(result)
+    if result.get("kind") == "attention_vllm":
+        return _attention_vllm_table(result)
     if result.get("kind") == "moe":
         return _moe_table(result)
     rows = [[text(result, run) for _, text in _COLUMNS] for run in result["runs"]]
@@ -158,6 +161,27 @@ def _attention_table(result: dict[str, Any]) -> str:
     said = (
         f"Median (quartiles) of {result['replays']} replays, context {result['context']}{heads}. {result['device']}, "
         f"torch {result['torch']}; commit {_short(result['commit'])}."
+    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
+
+
+def _attention_vllm_table(result: dict[str, Any]) -> str:
+    """The Markdown of benchmarks/attention_vllm.py's result: a row a kind of layer and batch shape, then the graph."""
+    sides = {"stock": "vLLM", "executor": "executor", "step": "executor, as steps run"}
+    headings = ["rows", "context", "us", *sides.values(), "vLLM / executor"]
+    lines = [headings, ["---"] * len(headings)]
+    for run in result["runs"]:
+        parts = {f"a layer: {kind}": ("layer_us", kind) for kind in result["counts"]}
+        parts |= {"the graph": ("graph_us", None), "the graph without attention": ("rest_us", None)}
+        for label, (name, kind) in parts.items():
+            times = [run[side][name] if kind is None else run[side][name][kind] for side in sides]
+            speed = times[0]["median"] / times[1]["median"]
+            lines.append([str(run["rows"]), str(run["context"]), label, *map(_times, times), f"{speed:.2f}"])
+    counts = ", ".join(f"{count} {kind}" for kind, count in result["counts"].items())
+    said = (
+        f"Median (quartiles) of {result['replays']} replays of each graph, in turn, one engine. {result['layers']} "
+        f"layers ({counts}), {result['heads']} heads, made-up weights. {result['device']}, torch {result['torch']}, "
+        f"vLLM {result['vllm']}; commit {_short(result['commit'])}."
     )
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n"
 

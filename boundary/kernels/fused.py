@@ -90,7 +90,8 @@ def send(main, rest, mailboxes, slot, row, rank, H: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _now():
+def now_ns():
+    """The GPU's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
@@ -106,8 +107,8 @@ def _give_up(report, generation, sender, row):
     # No thread ends the kernel before the one that stores the report has done so, and the host has seen it: after
     # the trap other watchers of the GPU may end the process first.
     tl.debug_barrier()
-    start = _now()
-    while _now() - start < GRACE_NS:
+    start = now_ns()
+    while now_ns() - start < GRACE_NS:
         pass
     tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -126,12 +127,12 @@ def receive(
     main = tl.load(first, volatile=True)
     rest = tl.load(second, inside, other=0, volatile=True)
     missing = row_max((main == EMPTY).to(tl.int32), (rest == EMPTY).to(tl.int32))
-    start = _now()
+    start = now_ns()
     while missing != 0:
         main = tl.load(first, volatile=True)
         rest = tl.load(second, inside, other=0, volatile=True)
         # Decided by all threads together: their clocks differ.
-        state = tl.where(_now() - start > deadline_ns, 2, 1)
+        state = tl.where(now_ns() - start > deadline_ns, 2, 1)
         missing = row_max(tl.where(main == EMPTY, state, 0), tl.where(rest == EMPTY, state, 0))
         if missing == 2:
             _give_up(report, generation, sender, row)

@@ -1,7 +1,5 @@
 """The index kernels in Triton's interpreter, against the reference."""
 
-import multiprocessing
-import os
 from typing import Any
 
 import pytest
@@ -10,20 +8,12 @@ import torch
 from tests.helpers.index_interpreted import CASES, run_interpreted
 from tests.helpers.mla_interpreted import CHOSEN, STEPS, world
 from tests.helpers.step_attention import KINDS, LAYERS
+from tests.helpers.step_interpreted import in_interpreter
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("interpreted") / "found.pt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        process = multiprocessing.get_context("spawn").Process(target=run_interpreted, args=(str(path),))
-        process.start()
-    process.join(600)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode == 0, f"the interpreter's process ended with {process.exitcode}"
-    result: dict[str, Any] = torch.load(path)
+    result: dict[str, Any] = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 600)
     return result
 
 

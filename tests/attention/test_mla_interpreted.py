@@ -1,8 +1,5 @@
 """The sparse MLA kernels in Triton's interpreter, against the reference and float64."""
 
-import multiprocessing
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +18,7 @@ from tests.helpers.mla_interpreted import (
     world,
 )
 from tests.helpers.step_attention import KINDS, LAYERS
+from tests.helpers.step_interpreted import in_interpreter
 from tests.helpers.step_mhc import same_bits
 
 Found = dict[str, dict[str, Tensor]]
@@ -28,16 +26,7 @@ Found = dict[str, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    path = tmp_path_factory.mktemp("interpreted") / "found.pt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        process = multiprocessing.get_context("spawn").Process(target=run_interpreted, args=(str(path),))
-        process.start()
-    process.join(600)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode == 0, f"the interpreter's process ended with {process.exitcode}"
-    result: Found = torch.load(path)
+    result: Found = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 600)
     return result
 
 

@@ -3,17 +3,23 @@
 The waits for peers are inline assembly, which no interpreter runs; test_kernels_compile.py and the GPU tests see to it.
 """
 
-import multiprocessing
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from specialized_decode.boundary import reference
 from specialized_decode.boundary.types import UnfinalizedRows
-from tests.helpers.step_interpreted import EPS, ROWS, SPECIAL, TOPK, WIDTHS, inputs, run_interpreted, streams
+from tests.helpers.step_interpreted import (
+    EPS,
+    ROWS,
+    SPECIAL,
+    TOPK,
+    WIDTHS,
+    in_interpreter,
+    inputs,
+    run_interpreted,
+    streams,
+)
 from tests.helpers.step_mhc import random_mixer, same_bits
 
 Found = dict[tuple[object, ...], list[Tensor]]
@@ -21,21 +27,8 @@ Found = dict[tuple[object, ...], list[Tensor]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    path = tmp_path_factory.mktemp("interpreted") / "found.pt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        process = multiprocessing.get_context("spawn").Process(target=run_interpreted, args=(str(path),))
-        process.start()
-    process.join(300)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode == 0, f"the interpreter's process ended with {process.exitcode}"
-    return read(path)
-
-
-def read(path: Path) -> Found:
-    found: Found = torch.load(path)
-    return found
+    result: Found = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 300)
+    return result
 
 
 @pytest.mark.parametrize("topk", TOPK)

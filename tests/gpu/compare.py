@@ -1,7 +1,7 @@
 """How logits of two runs over the same tokens are compared, and what counts as the same."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,8 @@ class Difference:
 
     steps: rows times steps compared; differing: of those, with any logit that differs; largest, rms: of the logits'
     differences; argmax_differs: steps whose largest logit is another token's; gap: the largest gap between the expected
-    run's two largest logits among these; broken: steps with a logit that is not finite on either side.
+    run's two largest logits among these; broken: steps with a logit that is not finite on either side; first: where
+    they differ first, and by what.
     """
 
     steps: int = 0
@@ -27,6 +28,7 @@ class Difference:
     argmax_differs: int = 0
     gap: float = 0.0
     broken: int = 0
+    first: str = field(default="", compare=False)
 
     def record(self) -> dict[str, Any]:
         """As a dictionary, for a result file."""
@@ -42,10 +44,11 @@ def difference(expected: Tensor, found: Tensor) -> Difference:
     if expected.shape[0] == 0:
         return Difference()
     expected, found = expected.float(), found.float()
+    first = first_difference(expected, found)
     broken = ~(expected.isfinite().all(1) & found.isfinite().all(1))
     expected, found = expected[~broken], found[~broken]
     if expected.shape[0] == 0:
-        return Difference(steps=len(broken), broken=int(broken.sum()))
+        return Difference(steps=len(broken), broken=int(broken.sum()), first=first)
     apart = (expected - found).abs()
     top = expected.topk(2, dim=1)
     moved = top.indices[:, 0] != found.argmax(1)
@@ -60,6 +63,23 @@ def difference(expected: Tensor, found: Tensor) -> Difference:
         argmax_differs=int(moved.sum()),
         gap=float(gaps.max()) if len(gaps) else 0.0,
         broken=int(broken.sum()),
+        first=first,
+    )
+
+
+def first_difference(expected: Tensor, found: Tensor) -> str:
+    """The first step of logits [steps, ids] that differs in any value: its largest difference, and both sides' choices;
+    "" where none does."""
+    differs = (expected != found).any(1) | ~expected.isfinite().all(1)
+    if not differs.any():
+        return ""
+    step = int(differs.nonzero()[0])
+    one, other = expected[step], found[step]
+    place = int((one - other).abs().nan_to_num(nan=float("inf")).argmax())
+    top, its = int(one.argmax()), int(other.argmax())
+    return (
+        f"step {step}: logit of id {place} found {float(other[place]):.5g}, expected {float(one[place]):.5g}; largest "
+        f"found at id {its} ({float(other[its]):.5g}), expected at id {top} ({float(one[top]):.5g})"
     )
 
 
@@ -75,6 +95,7 @@ def combined(differences: Iterable[Difference]) -> Difference:
         argmax_differs=sum(part.argmax_differs for part in parts),
         gap=max((part.gap for part in parts), default=0.0),
         broken=sum(part.broken for part in parts),
+        first=next((part.first for part in parts if part.first), ""),
     )
 
 
@@ -85,7 +106,7 @@ def failures_if_identical(found: Difference) -> list[str]:
         wrong.append(
             f"logits differ in {found.differing} of {found.steps} steps, by up to {found.largest:.4g}, expected none"
         )
-    return wrong
+    return _at(wrong, found)
 
 
 def failures_if_close(found: Difference, noise: Difference) -> list[str]:
@@ -99,7 +120,12 @@ def failures_if_close(found: Difference, noise: Difference) -> list[str]:
             f"another token is largest in {found.argmax_differs} steps, once over a gap of {found.gap:.4g}, "
             f"expected gaps below the largest difference, {found.largest:.4g}"
         )
-    return wrong
+    return _at(wrong, found)
+
+
+def _at(wrong: list[str], found: Difference) -> list[str]:
+    """The last failure tells where the runs differ first."""
+    return [*wrong[:-1], f"{wrong[-1]}; first: {found.first}"] if wrong and found.first else wrong
 
 
 def _broken(found: Difference) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.compare import NOISE_ROOM
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, run_in_turn
 from tests.gpu.rank_worker import row_hashes
 from tests.gpu.scenarios import prompt
 
@@ -53,7 +54,7 @@ class Apart:
 
     tokens: shared ones; whole: whether those are all; accepted, aux: whether the accepted counts and the aux hidden
     states' bits are the same; logprob: the largest difference of a token's log-probability; rms: of the aux hidden
-    states, relative to their own.
+    states, relative to their own; first: what differs first.
     """
 
     tokens: int
@@ -62,6 +63,7 @@ class Apart:
     aux: bool
     logprob: float
     rms: float
+    first: str = field(default="", compare=False)
 
     @property
     def same(self) -> bool:
@@ -87,10 +89,33 @@ def compare_drafted(expected: Drafted, found: Drafted, prompt_tokens: int) -> Ap
         if missing := [position for position in positions if position not in run.hashes]:
             raise ValueError(f"{name}: no aux hidden states at positions {missing[:5]}")
     aux = all(torch.equal(expected.hashes[at], found.hashes[at]) for at in positions)
+    first = first_apart(expected, found, prompt_tokens, positions, shared)
     rms = relative_rms(*([run.values[at] for at in positions] for run in (expected, found)))
     # The token at which they part has the same inputs on both sides, but is another one.
     errors = [abs(a - b) for a, b in zip(expected.logprobs[:shared], found.logprobs[:shared], strict=True)]
-    return Apart(shared, whole, expected.accepted == found.accepted, aux, max(errors, default=0.0), rms)
+    return Apart(shared, whole, expected.accepted == found.accepted, aux, max(errors, default=0.0), rms, first)
+
+
+def first_apart(expected: Drafted, found: Drafted, prompt_tokens: int, positions: Sequence[int], shared: int) -> str:
+    """The first position with other aux hidden states, the first other token, and the first other count of tokens."""
+    said = []
+    for at in positions:
+        layers = (expected.hashes[at] != found.hashes[at]).nonzero().flatten().tolist()
+        if layers:
+            one, other = (run.values[at][layers[0]].float() for run in (expected, found))
+            place = int((one - other).abs().argmax())
+            where = f"position {at} of a prompt of {prompt_tokens}: aux state {layers[0]}"
+            values = f"found {float(other[place]):.5g}, expected {float(one[place]):.5g}"
+            said.append(f"{where}: value {place * KEPT} {values}")
+            break
+    if shared < max(len(expected.tokens), len(found.tokens)):
+        said.append(f"token {shared}: found {found.tokens[shared:][:1]}, expected {expected.tokens[shared:][:1]}")
+    pairs = zip_longest(expected.accepted, found.accepted)
+    for step, (count, its) in enumerate(pairs):
+        if count != its:
+            said.append(f"verification {step}: found {its} tokens, expected {count}")
+            break
+    return "; ".join(said)
 
 
 class DraftsWatch:
@@ -150,28 +175,40 @@ def set_rates(sampler: Any, rates: Sequence[float] | None) -> None:
     sampler.synthetic_conditional_rates = None if conditional is None else sampler.tests_rates
 
 
-def run_drafts(engine: Engine, watch: DraftsWatch, lengths: Sequence[int], first: int = 0) -> Run:
-    """Runs one greedy batch. first: the index of its first request, which decides prompts and draws."""
+def run_drafts(engine: Engine, watch: DraftsWatch, lengths: Sequence[int], first: int = 0, name: str = "row") -> Run:
+    """Runs one greedy batch, whose requests come in turn. first: the index of its first request, which decides prompts
+    and draws; name: what the requests' names begin with."""
     from vllm import SamplingParams
 
-    llm_engine, results = engine.llm.llm_engine, dict[str, Any]()
+    requests = []
     watch.take()
     for index, length in enumerate(lengths, start=first):
         # Synthetic decisions draw from the request's seed and the token's position.
         sampling = SamplingParams(
             temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0, seed=77 + index
         )
-        llm_engine.add_request(f"row{index}", {"prompt_token_ids": prompt(length, 300 + index)}, sampling)
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            results[output.request_id] = output.outputs[0]
+        requests.append((f"{name}{index}", {"prompt_token_ids": prompt(length, 300 + index)}, sampling))
+    results = run_in_turn(engine, requests)
     runs = watch.take()
-    for name, output in results.items():
-        runs[name].tokens = list(output.token_ids)
-        runs[name].logprobs = [
+    for one, output in results.items():
+        runs[one].tokens = list(output.token_ids)
+        runs[one].logprobs = [
             step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)
         ]
     return runs
+
+
+def run_batch_and_alone(engine: Engine, watch: DraftsWatch) -> Run:
+    """Runs the batch, `row0` and so on, and each of its requests with no other, `alone0` and so on."""
+    runs = run_drafts(engine, watch, LENGTHS)
+    for index, length in enumerate(LENGTHS):
+        runs |= run_drafts(engine, watch, [length], index, "alone")
+    return runs
+
+
+def prompt_length(row: str) -> int:
+    """Of a request by its name."""
+    return LENGTHS[int(row.lstrip("rowalne"))]
 
 
 def coverage(name: str, run: Run) -> list[str]:
@@ -190,37 +227,38 @@ def judge_drafts(name: str, repeats: dict[str, Apart], found: dict[str, Apart], 
         [] if found.keys() == repeats.keys() else [f"requests: found {sorted(found)}, expected {sorted(repeats)}"]
     )
     for row, one in found.items():
+        where = f"; {one.first}" if one.first else ""
         if expect == "identical" and row in repeats and repeats[row].same:
-            failures += [] if one.same else [f"{row}: {asdict(one)}, expected what stock repeats"]
+            failures += [] if one.same else [f"{row}: {one.first or asdict(one)}; expected what stock repeats"]
             continue
         # Drawn by position, whatever the tokens are.
         if RATES[name] is not None and not one.accepted:
-            failures.append(f"{row}: other counts of accepted drafts than stock's")
+            failures.append(f"{row}: other counts of accepted drafts than stock's{where}")
         for what in ("logprob", "rms"):
             value, most = getattr(one, what), NOISE_ROOM * getattr(noise, what)
             if not value <= most:
-                failures.append(f"{row}: {what} {value:.4g}, expected at most {most:.4g}")
+                failures.append(f"{row}: {what} {value:.4g}, expected at most {most:.4g}{where}")
     return failures
 
 
-def save_runs(path: Path, runs: dict[str, Run], repeats: dict[str, dict[str, Apart]], noise: dict[str, Apart]) -> None:
-    """Saves stock's runs by rates, how they repeat, and its noise."""
+def save_runs(path: Path, runs: dict[str, Run], repeats: dict[str, dict[str, Apart]], noise: Apart) -> None:
+    """Saves stock's runs by rates, how they repeat, and its noise over all rates."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {
             "runs": {name: {row: vars(one) for row, one in run.items()} for name, run in runs.items()},
             "repeats": {name: {row: asdict(one) for row, one in rows.items()} for name, rows in repeats.items()},
-            "noise": {name: asdict(one) for name, one in noise.items()},
+            "noise": asdict(noise),
         },
         path,
     )
 
 
-def load_runs(path: Path) -> tuple[dict[str, Run], dict[str, dict[str, Apart]], dict[str, Apart]]:
+def load_runs(path: Path) -> tuple[dict[str, Run], dict[str, dict[str, Apart]], Apart]:
     """What `save_runs` saved."""
     data = torch.load(path)
     return (
         {name: {row: Drafted(**one) for row, one in run.items()} for name, run in data["runs"].items()},
         {name: {row: Apart(**one) for row, one in rows.items()} for name, rows in data["repeats"].items()},
-        {name: Apart(**one) for name, one in data["noise"].items()},
+        Apart(**data["noise"]),
     )

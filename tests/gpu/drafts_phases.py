@@ -6,6 +6,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,20 @@ from tests.gpu.drafts import (
     coverage,
     judge_drafts,
     load_runs,
-    run_drafts,
+    prompt_length,
+    run_batch_and_alone,
     save_runs,
     set_rates,
 )
-from tests.gpu.engine import Engine, Steps, register_text_model, settled_counters, step_counters, watch_steps
+from tests.gpu.engine import (
+    SHARED_GPU,
+    Engine,
+    Steps,
+    register_text_model,
+    settled_counters,
+    step_counters,
+    watch_steps,
+)
 from tests.gpu.executor_phases import executor_option
 from tests.gpu.repeatable import make_repeatable
 from tests.gpu.report import Report
@@ -50,7 +60,7 @@ def settings(executor: dict[str, Any] | None) -> dict[str, Any]:
         "max_model_len": 4096,
         "max_num_seqs": len(LENGTHS),
         "max_num_batched_tokens": 4096,
-        "gpu_memory_utilization": 0.6,
+        **SHARED_GPU,
         "speculative_config": drafting,
         # Stock's own trace replay knows no drafts.
         "enable_trace_replay": False,
@@ -61,8 +71,8 @@ def settings(executor: dict[str, Any] | None) -> dict[str, Any]:
 
 def compare_runs(expected: Run, found: Run) -> dict[str, Apart]:
     """Request by request, by their names."""
-    lengths = {f"row{index}": length for index, length in enumerate(LENGTHS)}
-    return {row: compare_drafted(expected[row], found[row], lengths[row]) for row in expected.keys() & found.keys()}
+    rows = [row for row in expected if row in found]
+    return {row: compare_drafted(expected[row], found[row], prompt_length(row)) for row in rows}
 
 
 def accepted_by_step(run: Run) -> float:
@@ -79,45 +89,56 @@ def worst(parts: Sequence[Apart]) -> Apart:
         all(one.aux for one in parts),
         max(one.logprob for one in parts),
         max(one.rms for one in parts),
+        next((one.first for one in parts if one.first), ""),
     )
 
 
+def alone_in_batch(run: Run) -> Run:
+    """The requests that ran alone, by the names that they have in the batch."""
+    return {row.replace("alone", "row"): one for row, one in run.items() if row.startswith("alone")}
+
+
 def record_drafts(engine: Engine, watch: DraftsWatch, store: Path) -> Report:
-    """Runs the batch twice with each of the rates, and its rows alone."""
-    runs, repeats, noise, failures, lines = {}, {}, {}, [], []
+    """Runs the batch and its rows alone twice with each of the rates; what differs between batch and alone is noise."""
+    runs, repeats, failures, lines = {}, {}, [], []
+    noise: dict[str, Apart] = {}
     for name, rates in RATES.items():
         set_rates(engine.runner.rejection_sampler, rates)
-        runs[name] = run_drafts(engine, watch, LENGTHS)
-        repeats[name] = compare_runs(runs[name], run_drafts(engine, watch, LENGTHS))
-        alone: Run = {}
-        for index, length in enumerate(LENGTHS):
-            alone |= run_drafts(engine, watch, [length], index)
-        noise[name] = worst(list(compare_runs(runs[name], alone).values()))
+        runs[name] = run_batch_and_alone(engine, watch)
+        repeats[name] = compare_runs(runs[name], run_batch_and_alone(engine, watch))
+        noise[name] = worst(list(compare_runs(runs[name], alone_in_batch(runs[name])).values()))
         failures += [f"{name}: {failure}" for failure in coverage(name, runs[name])]
         same = sum(one.same for one in repeats[name].values())
-        lines.append(f"{name}: {accepted_by_step(runs[name]):.2f} tokens a step, {same} of {len(LENGTHS)} rows repeat")
-    save_runs(store / "drafts.pt", runs, repeats, noise)
-    return Report("; ".join(lines), failures, {"noise": {name: vars(one) for name, one in noise.items()}})
+        tokens = f"{accepted_by_step(runs[name]):.2f} tokens a step"
+        lines.append(f"{name}: {tokens}, {same} of {len(repeats[name])} runs repeat")
+    save_runs(store / "drafts.pt", runs, repeats, worst(list(noise.values())))
+    first = {name: next((one.first for one in rows.values() if one.first), "") for name, rows in repeats.items()}
+    data = {"noise": {name: asdict(one) for name, one in noise.items()}, "apart": first}
+    return Report("; ".join(lines), failures, data)
 
 
 def check_drafts(engine: Engine, watch: DraftsWatch, args: argparse.Namespace, steps: Steps, store: Path) -> Report:
     """The same on the executor, against stock; its counters too."""
     runs, repeats, noise = load_runs(store / "drafts.pt")
     failures, lines = [], []
+    apart: dict[str, dict[str, Any]] = {}
     before, counters = steps.copy(), step_counters()
     for name, rates in RATES.items():
         set_rates(engine.runner.rejection_sampler, rates)
-        run = run_drafts(engine, watch, LENGTHS)
+        run = run_batch_and_alone(engine, watch)
         found = compare_runs(runs[name], run)
-        wrong = coverage(name, run) + judge_drafts(name, repeats[name], found, noise[name], args.expect)
+        wrong = coverage(name, run) + judge_drafts(name, repeats[name], found, noise, args.expect)
         failures += [f"{name}: {failure}" for failure in wrong]
         same = sum(one.same for one in found.values())
-        lines.append(f"{name}: {accepted_by_step(run):.2f} tokens a step, {same} of {len(LENGTHS)} rows are stock's")
-    total = steps.since(before).total
+        lines.append(f"{name}: {accepted_by_step(run):.2f} tokens a step, {same} of {len(found)} runs are stock's")
+        apart[name] = {row: asdict(one) for row, one in found.items()}
+    counted_steps = steps.since(before)
+    total = counted_steps.total
     counted = settled_counters(engine, total, counters)
     if sum(counted.values()) != total or counted.get("executor", 0) < LEAST_SHARE * total:
         failures.append(f"counters: found {counted}, expected {total} steps, {LEAST_SHARE:.0%} of them the executor's")
-    return Report("; ".join([*lines, f"steps {counted}"]), failures, {"steps": counted})
+    data = {"steps": counted, "replays": dict(counted_steps.replays), "apart": apart}
+    return Report("; ".join([*lines, f"steps {counted}"]), failures, data)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -145,9 +166,9 @@ def main(argv: Sequence[str]) -> int:
         (engine,) = engines
         watch = DraftsWatch(engine.runner.speculator)
         if executor is None:
-            run.phase("drafts", 120, lambda: record_drafts(engine, watch, args.store))
+            run.phase("drafts", 240, lambda: record_drafts(engine, watch, args.store))
         else:
-            run.phase("drafts", 120, lambda: check_drafts(engine, watch, args, steps, args.store))
+            run.phase("drafts", 240, lambda: check_drafts(engine, watch, args, steps, args.store))
     return 0 if run.records and all(record["ok"] for record in run.records) else 1
 
 

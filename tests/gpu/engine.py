@@ -24,6 +24,9 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+# An engine of 8 layers takes at most a quarter of a GPU, its KV cache a fixed part of it. vLLM then measures no memory,
+# which fails where another engine ends meanwhile: so several can run side by side.
+SHARED_GPU = {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 8 << 30}
 
 
 @dataclass
@@ -213,6 +216,32 @@ def take_logits(engine: Engine, tokens: dict[str, list[int]]) -> dict[str, Tenso
     return logits
 
 
+def run_in_turn(engine: Engine, requests: Sequence[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Runs requests, each a name, a prompt and sampling parameters, as one batch; returns vLLM's CompletionOutputs.
+
+    One comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
+    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
+    """
+    llm_engine = engine.llm.llm_engine
+    outputs: dict[str, Any] = {}
+
+    def step() -> None:
+        outputs.update((output.request_id, output.outputs[0]) for output in llm_engine.step())
+
+    for name, ids, sampling in requests:
+        llm_engine.add_request(name, ids, sampling)
+        while name not in outputs or not outputs[name].token_ids:
+            step()
+    while llm_engine.has_unfinished_requests():
+        step()
+    return outputs
+
+
+def tokens_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
+    """The tokens of CompletionOutputs, by request."""
+    return {name: list(output.token_ids) for name, output in outputs.items()}
+
+
 def run_batch(
     engine: Engine,
     lengths: Sequence[int],
@@ -221,42 +250,36 @@ def run_batch(
     forced: Sequence[Sequence[int]] | None = None,
     record: bool = True,
 ) -> Outputs:
-    """Runs one batch, whose rows are named by their index. seeds: of each row's prompt.
-
-    A row comes when the one before has its first token. Of six and more prompts prefilled in one step some came out
-    differently the next time, on stock too; one after the other they all repeat (H200, 2026-11-30).
-    """
-    llm_engine = engine.llm.llm_engine
-    tokens: dict[str, list[int]] = {str(row): [] for row in range(len(lengths))}
-
-    def step() -> None:
-        for output in llm_engine.step():
-            tokens[output.request_id] = list(output.outputs[0].token_ids)
-
+    """Runs one batch, whose rows are named by their index and come in turn. seeds: of each row's prompt."""
+    requests = []
     for row, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
         sampling = parameters(str(row), length, output_tokens, forced[row] if forced else None, record)
-        llm_engine.add_request(str(row), {"prompt_token_ids": prompt(length, seed)}, sampling)
-        while not tokens[str(row)]:
-            step()
-    while llm_engine.has_unfinished_requests():
-        step()
+        requests.append((str(row), {"prompt_token_ids": prompt(length, seed)}, sampling))
+    tokens = tokens_of(run_in_turn(engine, requests))
     return Outputs(tokens, take_logits(engine, tokens) if record else {})
 
 
 def run_traffic(
-    engine: Engine, requests: Sequence[Request], forced: dict[str, list[int]] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    forced: dict[str, list[int]] | None = None,
+    seeds: dict[str, int] | None = None,
 ) -> tuple[Outputs, int]:
-    """Plays a script of requests, one engine step after another; returns the outputs and the steps called for."""
+    """Plays a script of requests, one engine step after another; returns the outputs and the steps called for.
+
+    seeds: of the prompts, where they are not the requests' places in the script.
+    """
     llm_engine = engine.llm.llm_engine
     tokens: dict[str, list[int]] = {request.name: [] for request in requests}
     step = 0
     last = max(max(request.step, request.abort or 0) for request in requests)
     while step <= last or llm_engine.has_unfinished_requests():
-        for seed, request in enumerate(requests):
+        for place, request in enumerate(requests):
             if request.step == step:
                 given = forced[request.name] if forced else None
                 sampling = parameters(request.name, request.prompt_tokens, request.output_tokens, given, record=True)
-                ids = {"prompt_token_ids": prompt(request.prompt_tokens, 1000 + seed)}
+                seed = 1000 + (place if seeds is None else seeds[request.name])
+                ids = {"prompt_token_ids": prompt(request.prompt_tokens, seed)}
                 llm_engine.add_request(request.name, ids, sampling)
             if request.abort == step:
                 llm_engine.abort_request([request.name])

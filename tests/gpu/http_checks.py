@@ -17,7 +17,7 @@ HOST_GROWTH, GPU_GROWTH = 64 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at one time: the server's own host memory, and what is used of the GPUs."""
+    """Bytes at one time: the server's own host memory, and what is used of the GPUs, as GpuMemory can tell."""
 
     host: int
     gpu: int

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -15,19 +16,43 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import scenarios
-from tests.gpu.compare import NOISE_ROOM
+from tests.gpu.answers import Noise, judge
+from tests.gpu.compare import Difference, combined
+from tests.gpu.engine import SHARED_GPU
 from tests.gpu.executor_phases import executor_option
 from tests.gpu.http_checks import STEPS, Memory, memory_failures, metrics_failures
-from tests.gpu.http_traffic import MODEL, OUTPUTS, PROMPTS, Alone, Asked, Given, answer_failures, ask, soak
+from tests.gpu.http_traffic import (
+    MODEL,
+    OUTPUTS,
+    PROMPTS,
+    Alone,
+    Asked,
+    Given,
+    answer_failures,
+    ask,
+    soak,
+    spread,
+)
+from tests.gpu.outputs import described
 from tests.gpu.report import Report, Run
-from tests.gpu.server import Metrics, Server, gpu_bytes, left_behind, own_bytes
+from tests.gpu.server import GpuMemory, Metrics, Server, form, own_bytes, shared_files
 
-PORT = 8123
-START_SECONDS, STOP_SECONDS, READING_SECONDS = 420.0, 40.0, 3.0
+START_SECONDS, STOP_SECONDS = 420.0, 40.0
+# What the first requests load and compile is no growth of memory, which is read every so often after them.
+WARM_SECONDS, READING_SECONDS = 10.0, 3.0
+# For how long answers are held against the engine alone, and how many there must be at least.
+ALONE_SECONDS, LEAST_ALONE = 90.0, 30
 GPU_LEFT = 64 << 20
 
 
-def serve_command(args: argparse.Namespace, executor: dict[str, Any] | None) -> list[str]:
+def free_port() -> int:
+    """A port that no other server has, so that several can run at once."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def serve_command(args: argparse.Namespace, executor: dict[str, Any] | None, port: int) -> list[str]:
     """The server's command, as an operator gives it, with small graphs and memory."""
     graphs = {
         "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -37,21 +62,23 @@ def serve_command(args: argparse.Namespace, executor: dict[str, Any] | None) -> 
     longest = -(-(max(PROMPTS) + max(OUTPUTS)) // 1024) * 1024
     options: dict[str, Any] = {
         "host": "127.0.0.1",
-        "port": PORT,
+        "port": port,
         "served-model-name": MODEL,
         "tensor-parallel-size": args.ranks,
         "kv-cache-dtype": "fp8",
         "max-model-len": longest,
         "max-num-seqs": scenarios.MAX_ROWS,
         "max-num-batched-tokens": scenarios.PREFILL_CHUNK,
-        "gpu-memory-utilization": 0.5,
+        **{name.replace("_", "-"): value for name, value in SHARED_GPU.items()},
         "compilation-config": json.dumps(graphs),
         "kernel-config": json.dumps({"enable_jit_warmup": False, "enable_flashinfer_autotune": False}),
     }
     if executor is not None:
         options["additional-config"] = json.dumps(executor)
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return ["vllm.entrypoints.cli.main", "serve", str(args.folder), "--no-enable-prefix-caching", *given]
+    # Trace replay: answers are asked for again, token by token.
+    switches = ["--no-enable-prefix-caching", "--enable-trace-replay"]
+    return ["vllm.entrypoints.cli.main", "serve", str(args.folder), *switches, *given]
 
 
 @dataclass
@@ -62,8 +89,9 @@ class Soak:
     executor: dict[str, Any] | None
     server: Server | None = None
     answers: list[Given] = field(default_factory=list)
+    gpu: GpuMemory = field(default_factory=lambda: GpuMemory(own=False))
     gpu_before: int = 0
-    files_before: set[str] = field(default_factory=set)
+    started: float = 0.0
 
     @property
     def store(self) -> Path:
@@ -75,18 +103,19 @@ class Soak:
 
     def start(self) -> Report:
         """Starts the server."""
-        began, self.gpu_before, self.files_before = time.monotonic(), gpu_bytes(), left_behind()
-        log = Path(self.args.out) / f"{self.args.engine}.server.log"
-        command = serve_command(self.args, self.executor)
-        self.server = Server.start(command, PORT, log, START_SECONDS)
+        began, self.started, self.gpu_before = time.monotonic(), time.time(), self.gpu.read([])
+        log, port = Path(self.args.out) / f"{self.args.engine}.server.log", free_port()
+        command = serve_command(self.args, self.executor, port)
+        self.server = Server.start(command, port, log, START_SECONDS)
         seconds = time.monotonic() - began
-        return Report(f"healthy after {seconds:.1f} s", data={"seconds": round(seconds, 1), "command": command})
+        self.gpu = GpuMemory.of(self.server.processes())
+        line = f"healthy after {seconds:.1f} s; GPU memory is read of {self.gpu.scope}"
+        return Report(line, data={"seconds": round(seconds, 1), "command": command, "gpu": self.gpu.scope})
 
     def soak(self) -> Report:
         """Clients come and go; metrics and memory afterwards."""
         server = self.running()
-        # What the first requests load and compile is no growth.
-        asyncio.run(self._clients(10.0, []))
+        asyncio.run(self._clients(WARM_SECONDS, []))
         before, readings = idle_metrics(server), list[Memory]()
         self.answers = asyncio.run(self._clients(60 * self.args.minutes, readings))
         after = idle_metrics(server)
@@ -110,51 +139,80 @@ class Soak:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             serving = asyncio.create_task(soak(client, seconds))
             while not serving.done():
-                readings.append(await asyncio.to_thread(lambda: Memory(own_bytes(processes), gpu_bytes())))
+                readings.append(await asyncio.to_thread(self._memory, processes))
                 await asyncio.wait([serving], timeout=READING_SECONDS)
             # vLLM tells of its state in steps alone: one more after the last client that went away.
             return [*await serving, await ask(client, Asked(0, 2))]
 
+    def _memory(self, processes: Sequence[int]) -> Memory:
+        return Memory(own_bytes(processes), self.gpu.read(processes))
+
     def alone(self) -> Report:
-        """Every answer against the engine with one request at a time, within what other batches do to stock."""
+        """Answers against the engine with one request at a time, within what other batches do to stock.
+
+        All of them, or as many as fit into ALONE_SECONDS, spread over the soak.
+        """
         from openai import OpenAI
 
-        most, verdicts, failures = self._most(), [], list[str]()
+        held, names, until = list[Difference](), list[str](), time.monotonic() + ALONE_SECONDS
+        given = [one for one in self.answers if one.steps]
         with OpenAI(base_url=f"{self.running().url}/v1", api_key="none", max_retries=0) as client:
             engine = Alone(client)
-            for given in self.answers:
-                verdict = engine.judge(given)
-                verdicts.append(verdict)
-                failures += [f"{given.asked}: {wrong}" for wrong in verdict.failures(most)]
-        error = max((verdict.error for verdict in verdicts), default=0.0)
-        parted = sum(bool(verdict.gaps) for verdict in verdicts)
+            for index in spread(len(given)):
+                if time.monotonic() > until:
+                    break
+                held.append(engine.difference(given[index]))
+                names.append(str(given[index].asked))
+        found, failures = Noise.of(held), list[str]()
         if self.executor is None:
-            self.store.parent.mkdir(parents=True, exist_ok=True)
-            self.store.write_text(json.dumps({"error": error}), encoding="utf-8")
-        elif not verdicts:
-            failures.append("no answers, expected some")
+            self._store({"noise": found.total.record(), "farthest": found.farthest})
+        else:
+            stock = self._stored()
+            if "noise" in stock:
+                failures = judge(held, names, Noise(Difference(**stock["noise"]), stock["farthest"]))
+            else:
+                failures.append(f"{self.store}: found no noise of stock's, expected what its phase `alone` leaves")
+        if len(held) < min(LEAST_ALONE, len(given)) or not held:
+            failures.append(f"{len(held)} answers in {ALONE_SECONDS:.0f} s, expected at least {LEAST_ALONE}")
         line = (
-            f"{len(verdicts)} answers, {parted} part from the engine alone at near ties; log-probabilities differ by "
-            f"up to {error:.4g} (at most {most:.4g}); {len(engine.known)} requests alone"
+            f"{len(held)} of {len(given)} answers held against the engine alone: {described([combined(held)])}; the "
+            f"farthest long one {found.farthest:.4g} (rms)"
         )
-        return Report(line, failures, {"error": error, "most": most, "parted": parted, "alone": len(engine.known)})
-
-    def _most(self) -> float:
-        """The largest difference of a log-probability that passes; on stock it is what is measured."""
-        if self.executor is None:
-            return float("inf")
-        return NOISE_ROOM * float(json.loads(self.store.read_text(encoding="utf-8"))["error"])
+        data = {"held": len(held), "total": found.total.record(), "farthest": found.farthest}
+        return Report(line, failures, data)
 
     def stop(self) -> Report:
-        """Ends the server as an operator does: nothing may be left of it."""
-        began, server = time.monotonic(), self.running()
-        failures = server.stop(STOP_SECONDS)
-        seconds, gpu, files = time.monotonic() - began, gpu_bytes() - self.gpu_before, left_behind() - self.files_before
+        """Ends the server as an operator does: nothing may be left of it, and its log tells of no more than stock's."""
+        server = self.running()
+        processes, began = server.processes(), time.monotonic()
+        # By its own processes, and since it started: others may run on this host.
+        files = [Path(path) for path in shared_files(processes)]
+        failures, said = server.stop(STOP_SECONDS)
+        seconds = time.monotonic() - began
+        gpu = self.gpu.read(processes) - (0 if self.gpu.own else self.gpu_before)
         if gpu > GPU_LEFT:
-            failures.append(f"{gpu / 1e6:.0f} MB of GPU memory are still used, expected at most {GPU_LEFT / 1e6:.0f}")
-        if files:
-            failures.append(f"left behind: {', '.join(sorted(files)[:5])}")
-        return Report(f"ended after {seconds:.1f} s", failures, {"seconds": round(seconds, 1), "gpu": gpu})
+            most = f"expected at most {GPU_LEFT / 1e6:.0f} (of {self.gpu.scope})"
+            failures.append(f"{gpu / 1e6:.0f} MB of GPU memory are still used, {most}")
+        left = [str(path) for path in files if path.exists() and path.stat().st_ctime >= self.started]
+        if left:
+            failures.append(f"left behind: {', '.join(sorted(left)[:5])}")
+        known = set[str]()
+        if self.executor is None:
+            self._store({"said": sorted({form(line) for line in said})})
+        else:
+            known = set(self._stored().get("said", ()))
+            failures += [f"log at the end: {line}" for line in said if form(line) not in known]
+        line = f"ended after {seconds:.1f} s; {len(said)} lines of its log tell of something wrong"
+        data = {"seconds": round(seconds, 1), "gpu": gpu, "said": said[:20]}
+        return Report(line, failures, data)
+
+    def _stored(self) -> dict[str, Any]:
+        """What stock's server left."""
+        return dict(json.loads(self.store.read_text(encoding="utf-8"))) if self.store.exists() else {}
+
+    def _store(self, more: dict[str, Any]) -> None:
+        self.store.parent.mkdir(parents=True, exist_ok=True)
+        self.store.write_text(json.dumps(self._stored() | more), encoding="utf-8")
 
 
 def idle_metrics(server: Server, limit: float = 10.0) -> Metrics:
@@ -175,7 +233,7 @@ def run_server(run: Run, executor: dict[str, Any] | None) -> None:
         if not run.phase("start", START_SECONDS + 20, work.start):
             return
         run.phase("soak", 60 * run.args.minutes + 90, work.soak)
-        run.phase("alone", 240, work.alone)
+        run.phase("alone", ALONE_SECONDS + 60, work.alone)
         run.phase("shutdown", STOP_SECONDS + 20, work.stop)
     finally:
         if work.server is not None and work.server.process.poll() is None:

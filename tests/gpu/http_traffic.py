@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.gpu.answers import Step, Verdict, judge
+from tests.gpu.answers import Step, difference
+from tests.gpu.compare import Difference
 from tests.gpu.scenarios import prompt
+from tests.gpu.worker_plugin import FORCED
 
 MODEL = "model"
 # As many tokens as vLLM gives log-probabilities of by default.
@@ -49,15 +51,17 @@ class Given:
     error: str = ""
 
 
-def parameters(tokens: Sequence[int], output_tokens: int) -> dict[str, Any]:
-    """A greedy request of exactly `output_tokens` tokens with log-probabilities; tokens come as ids."""
+def parameters(tokens: Sequence[int], output_tokens: int, forced: Sequence[int] | None = None) -> dict[str, Any]:
+    """A greedy request of exactly `output_tokens` tokens, or of the `forced` ones, with log-probabilities; tokens come
+    as ids."""
+    more: dict[str, Any] = {} if forced is None else {"vllm_xargs": {FORCED: list(forced)}}
     return {
         "model": MODEL,
         "prompt": list(tokens),
         "max_tokens": output_tokens,
         "temperature": 0,
         "logprobs": TOP,
-        "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True},
+        "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True} | more,
     }
 
 
@@ -113,25 +117,31 @@ async def soak(client: Any, seconds: float, clients: int = CLIENTS) -> list[Give
 
 @dataclass
 class Alone:
-    """The engine with one request at a time, and what it answered. client: an openai.OpenAI; prompts and tokens already
-    asked for are not asked for again."""
+    """The engine with one request at a time, made to give the tokens of answers. client: an openai.OpenAI; what was
+    asked once is not asked again."""
 
     client: Any
     known: dict[tuple[int, tuple[int, ...]], list[Step]] = field(default_factory=dict)
 
-    def steps(self, kind: int, tokens: Sequence[int], count: int) -> list[Step]:
-        """`count` steps after a prompt and its answer's first `tokens`."""
+    def steps(self, kind: int, tokens: Sequence[int]) -> list[Step]:
+        """What the engine alone tells along `tokens` after the prompt of that kind."""
         key = kind, tuple(tokens)
-        if len(self.known.get(key, ())) < count:
-            ids = [*Asked(kind, count).prompt, *tokens]
-            done = self.client.completions.create(**parameters(ids, count))
+        if key not in self.known:
+            done = self.client.completions.create(**parameters(Asked(kind, 1).prompt, len(tokens), tokens))
             self.known[key] = steps_of(done.choices[0].logprobs)
-        return self.known[key][:count]
+        return self.known[key]
 
-    def judge(self, given: Given) -> Verdict:
+    def difference(self, given: Given) -> Difference:
         """Holds an answer, a cancelled one as far as it came, against the engine alone."""
-        kind, count = given.asked.kind, len(given.steps)
-        return judge(given.steps, lambda tokens: self.steps(kind, tokens, count - len(tokens)))
+        if not given.steps:
+            return Difference()
+        return difference(given.steps, self.steps(given.asked.kind, [step.token for step in given.steps]))
+
+
+def spread(count: int) -> list[int]:
+    """The numbers below `count` in an order whose every beginning is spread over all of them."""
+    golden = (5**0.5 - 1) / 2
+    return sorted(range(count), key=lambda index: index * golden % 1)
 
 
 def answer_failures(answers: Sequence[Given]) -> list[str]:

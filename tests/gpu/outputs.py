@@ -1,7 +1,7 @@
 """Outputs of batches and traffic: kept in files, compared, and described."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,10 +28,11 @@ def described(values: Sequence[Difference]) -> str:
 def compare(expected: Outputs, found: Outputs) -> dict[str, Difference]:
     """Row by row, as far as both go."""
     parts = {}
-    for name in expected.logits.keys() & found.logits.keys():
+    for name in (name for name in expected.logits if name in found.logits):
         a, b = expected.logits[name], found.logits[name]
         count = min(len(a), len(b))
-        parts[name] = difference(a[:count], b[:count])
+        one = difference(a[:count], b[:count])
+        parts[name] = replace(one, first=one.first and f"{name}: {one.first}")
     return parts
 
 

@@ -1,7 +1,7 @@
 """What one engine process runs: phases with a time limit each, a line and a record for each.
 
-`python -m tests.gpu.phases stock|executor|times-stock|times-executor --folder FOLDER --out OUT ...`; started by
-vllm_one_gpu.py, which ends a process whose phase outlasts its limit.
+`python -m tests.gpu.phases stock|executor|times-stock|times-executor|attention --folder FOLDER --out OUT ...`; started
+by vllm_one_gpu.py, which ends a process whose phase outlasts its limit.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.gpu import scenarios
+from tests.gpu.attention_phases import ROWS, Constants, Graphs, capture_all, check_attention
 from tests.gpu.engine import (
     Engine,
     register_text_model,
@@ -195,8 +196,8 @@ def shut_down(engine: Engine, store: Path) -> Report:
     return Report(f"{left / 1e9:.2f} GB still allocated, {grown / 1e9:.2f} GB more than before", failures, data)
 
 
-def run_times(run: Run, executor: dict[str, Any] | None) -> None:
-    """Step times of one engine at full depth."""
+def timed_options(executor: dict[str, Any] | None) -> dict[str, Any]:
+    """LLM's options of an engine at full depth that is timed."""
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "max_model_len": 16384,
@@ -208,12 +209,27 @@ def run_times(run: Run, executor: dict[str, Any] | None) -> None:
         "enable_trace_replay": False,
         "disable_log_stats": True,
     }
-    if executor is not None:
-        settings["additional_config"] = executor
+    return settings if executor is None else settings | {"additional_config": executor}
+
+
+def run_times(run: Run, executor: dict[str, Any] | None) -> None:
+    """Step times of one engine at full depth."""
     captured = watch_captures() if executor is not None else None
-    engine = build_phase(run, "start", captured, (1, 8), settings)
+    engine = build_phase(run, "start", captured, (1, 8), timed_options(executor))
     if engine is not None:
         run.phase("times", 120, lambda: measure_times(engine))
+
+
+def run_attention(run: Run) -> None:
+    """A layer's attention on vLLM's ops and on the executor's kernels, in one engine at full depth."""
+    steps, captured, graphs = watch_steps(), watch_captures(), dict[str, list[Graphs]]()
+    settings = timed_options(executor_option(run.args) | {"decode_kernels": True})
+    engine = build_phase(run, "start", captured, ROWS, settings)
+    if engine is None:
+        return
+    constants = Constants.of(engine.runner.model_state.executor, max(ROWS))
+    if run.phase("capture", 240, lambda: capture_all(engine, captured, constants, graphs)):
+        run.phase("attention", 240, lambda: check_attention(engine, steps, graphs))
 
 
 def check_plugin(engine: str) -> None:
@@ -231,7 +247,7 @@ def check_plugin(engine: str) -> None:
 def main(argv: list[str]) -> int:
     """Command line; the exit status is 0 when every phase passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["stock", "executor", "times-stock", "times-executor"])
+    parser.add_argument("engine", choices=["stock", "executor", "times-stock", "times-executor", "attention"])
     parser.add_argument("--folder", type=Path, required=True, help="the model folder")
     parser.add_argument("--out", type=Path, required=True, help="where events and records go")
     parser.add_argument("--store", type=Path, required=True, help="where stock's tokens and logits are kept")
@@ -250,6 +266,8 @@ def main(argv: list[str]) -> int:
         run_stock(run)
     elif args.engine == "executor":
         run_executor(run)
+    elif args.engine == "attention":
+        run_attention(run)
     else:
         run_times(run, executor_option(args) if args.engine == "times-executor" else None)
     return 0 if run.records and all(record["ok"] for record in run.records) else 1

@@ -56,6 +56,14 @@ class RankWorker:
         torch.save({"recordings": recordings, "hidden": hidden}, path)
         return str(path)
 
+    def tests_stall(self) -> bool:
+        """Makes this rank stand still in its next decode step, if it is the one that can; returns whether it is."""
+        worker: Any = self
+        stall = getattr(worker.model_runner.model_state.executor, "tests_stall", None)
+        if stall is not None:
+            stall.begin()
+        return stall is not None
+
     def tests_memory(self) -> tuple[int, int]:
         """Bytes of GPU memory allocated, and blocks of the KV cache."""
         worker: Any = self

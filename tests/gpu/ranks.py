@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.gpu.engine import Engine, Steps
+from tests.gpu.compare import first_difference
+from tests.gpu.engine import Engine, Outputs, Steps, run_traffic
 from tests.gpu.rank_worker import EXTENSION
 from tests.gpu.scenarios import Request
 
@@ -26,17 +27,35 @@ def long_script(steps: int) -> tuple[Request, ...]:
     return (Request("through", 0, 40, steps), *others)
 
 
+# Requests of the long script that also run alone: of all prompt lengths, none aborted.
+ALONE = tuple(f"r{i}" for i in (0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12))
+
+
+def run_alone(engine: Engine, script: Sequence[Request], outputs: Outputs) -> Outputs:
+    """Runs ALONE of a script one after another, each with no other, along the tokens that it got among others."""
+    found = Outputs({}, {})
+    for name in ALONE:
+        (request,) = (one for one in script if one.name == name)
+        forced = {name: outputs.tokens[name]}
+        one, _ = run_traffic(engine, [replace(request, step=0)], forced, seeds={name: script.index(request)})
+        found.tokens.update(one.tokens)
+        found.logits.update(one.logits)
+    return found
+
+
 @dataclass(frozen=True)
 class Alike:
     """What all ranks gave, against the first. rows: hidden states compared; hidden, logits: of those and of the
-    recorded logits' rows, how many differ in any bit."""
+    recorded logits' rows, how many differ in any bit; first: the first of them."""
 
     rows: int = 0
     hidden: int = 0
     logits: int = 0
+    first: str = field(default="", compare=False)
 
     def __add__(self, other: "Alike") -> "Alike":
-        return Alike(self.rows + other.rows, self.hidden + other.hidden, self.logits + other.logits)
+        rows, hidden, logits = self.rows + other.rows, self.hidden + other.hidden, self.logits + other.logits
+        return Alike(rows, hidden, logits, self.first or other.first)
 
 
 def compare_ranks(taken: Sequence[dict[str, Any]]) -> Alike:
@@ -48,12 +67,16 @@ def compare_ranks(taken: Sequence[dict[str, Any]]) -> Alike:
                 f"rank {rank}: found {len(other['hidden'])} rows of {sorted(other['recordings'])}, "
                 f"expected rank 0's {len(first['hidden'])} of {sorted(first['recordings'])}"
             )
-        hidden, logits = int((first["hidden"] != other["hidden"]).sum()), 0
+        apart_at = (first["hidden"] != other["hidden"]).nonzero().flatten().tolist()
+        said = f"rank {rank}: hidden state {apart_at[0]} of {len(first['hidden'])}" if apart_at else ""
+        logits = 0
         for name, (values, *_) in first["recordings"].items():
             # Bits, not values: rows that were never recorded are NaN on both sides.
             apart = values.view(torch.int32) != other["recordings"][name][0].view(torch.int32)
             logits += int(apart.any(1).sum())
-        total += Alike(len(first["hidden"]), hidden, logits)
+            if apart.any() and not said:
+                said = f"rank {rank}: {name}: {first_difference(values, other['recordings'][name][0]) or 'bits alone'}"
+        total += Alike(len(first["hidden"]), len(apart_at), logits, said)
     return total
 
 

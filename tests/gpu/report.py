@@ -1,13 +1,19 @@
 """What a phase of an engine process leaves: a line for people, a record, and events for the parent process."""
 
 import argparse
+import contextlib
 import json
+import os
+import stat
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.evidence import tell_on_signal
 
 
 @dataclass
@@ -19,12 +25,24 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+def written() -> int:
+    """Bytes of this process's log so far; 0 where its output is no file."""
+    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        status = os.fstat(sys.stdout.fileno())
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
+
+
 @dataclass
 class Run:
     """One engine process: its arguments, and the records of its phases so far."""
 
     args: argparse.Namespace
     records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tell_on_signal()
 
     @property
     def events(self) -> Path:
@@ -37,7 +55,7 @@ class Run:
 
     def phase(self, name: str, limit: float, work: Callable[[], Report]) -> bool:
         """Runs a phase and records it; returns whether it passed. limit: seconds, which the parent process enforces."""
-        self.tell({"event": "start", "phase": name, "limit": limit})
+        self.tell({"event": "start", "phase": name, "limit": limit, "log": written()})
         start = time.monotonic()
         try:
             report = work()

@@ -16,6 +16,10 @@ from pathlib import Path
 
 Labels = frozenset[tuple[str, str]]
 SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$")
+# Lines of a log that tell of something wrong.
+WRONG = re.compile(r"Traceback|Error\b|\bERROR\b|leaked")
+# What is left of a server's processes after the first one has this long.
+GONE_SECONDS = 10.0
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -58,6 +62,14 @@ def descendants(process: int) -> list[int]:
     return found
 
 
+def alive(process: int) -> bool:
+    """Whether a process runs; one that ended stays listed where nobody asks for its exit status."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return False
+
+
 def own_bytes(processes: Iterable[int]) -> int:
     """Anonymous memory of processes: what they share with others or could read again is left out."""
     total = 0
@@ -69,16 +81,64 @@ def own_bytes(processes: Iterable[int]) -> int:
     return total
 
 
-def gpu_bytes() -> int:
-    """GPU memory used on all GPUs of the host."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(int(line) << 20 for line in subprocess.check_output(command, text=True).split())
+@dataclass(frozen=True)
+class GpuMemory:
+    """Reads used GPU memory. own: of the asked processes alone, which some containers cannot tell apart; then it is of
+    all processes on the GPUs of CUDA_VISIBLE_DEVICES, and tells of a server only where no other runs there."""
+
+    own: bool
+
+    @classmethod
+    def of(cls, processes: Sequence[int]) -> "GpuMemory":
+        """The reading that works for processes that hold GPU memory."""
+        return cls(own=app_bytes(query_gpus("--query-compute-apps=pid,used_memory"), processes) is not None)
+
+    @property
+    def scope(self) -> str:
+        return "the server's processes" if self.own else "all processes on its GPUs"
+
+    def read(self, processes: Sequence[int]) -> int:
+        """Bytes."""
+        if self.own:
+            return app_bytes(query_gpus("--query-compute-apps=pid,used_memory"), processes) or 0
+        return sum(int(line) << 20 for line in query_gpus("--query-gpu=memory.used", *visible_gpus()).split())
 
 
-def left_behind() -> set[str]:
-    """Files that a server of this user could leave: shared memory, and folders of step counts."""
-    counts = Path(tempfile.gettempdir(), f"specialized-decode-{os.getuid()}")
-    return {str(path) for folder in (Path("/dev/shm"), counts) if folder.is_dir() for path in folder.iterdir()}
+def query_gpus(*options: str) -> str:
+    """What nvidia-smi answers."""
+    return subprocess.check_output(["nvidia-smi", *options, "--format=csv,noheader,nounits"], text=True)
+
+
+def visible_gpus() -> list[str]:
+    """nvidia-smi's option for the GPUs that this process may use; none for all."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [f"--id={given}"] if given else []
+
+
+def app_bytes(listed: str, processes: Sequence[int]) -> int | None:
+    """GPU memory of processes, by nvidia-smi's list of `pid, MiB`; None where it has none of them, or no sizes."""
+    found = [line.split(",") for line in listed.splitlines() if line.strip()]
+    sizes = [size.strip() for process, size in found if process.strip().isdigit() and int(process) in processes]
+    return sum(int(size) << 20 for size in sizes) if sizes and all(size.isdigit() for size in sizes) else None
+
+
+def shared_files(processes: Iterable[int]) -> set[str]:
+    """What processes hold open or mapped of shared memory and of the folders of step counts."""
+    folders = ("/dev/shm/", f"{Path(tempfile.gettempdir(), f'specialized-decode-{os.getuid()}')}/")
+    found = set[str]()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                found.add(line.partition("/")[1] + line.partition("/")[2])
+            for link in Path(f"/proc/{process}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(link))
+    return {path for path in found if path.startswith(folders) and not path.endswith(" (deleted)")}
+
+
+def form(line: str) -> str:
+    """A log line without what differs from run to run: numbers and addresses."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "N", line)
 
 
 @dataclass
@@ -134,21 +194,21 @@ class Server:
                 os.kill(one, signal.SIGKILL)
         self.process.wait()
 
-    def stop(self, limit: float) -> list[str]:
-        """Asks the server to end, as an operator does; returns what is wrong with how it ended."""
+    def stop(self, limit: float) -> tuple[list[str], list[str]]:
+        """Asks the server to end, as an operator does; returns what is wrong with that, and its log's errors."""
         processes, before = self.processes()[1:], self.log.stat().st_size
         self.process.send_signal(signal.SIGTERM)
         try:
             status = self.process.wait(limit)
         except subprocess.TimeoutExpired:
             self.kill()
-            return [f"still running after {limit:.0f} s"]
+            return [f"still running after {limit:.0f} s"], []
         failures = [] if status == 0 else [f"exit status {status}, expected 0"]
-        time.sleep(1)
-        left = [one for one in processes if Path(f"/proc/{one}").exists()]
+        until = time.monotonic() + GONE_SECONDS
+        while (left := [one for one in processes if alive(one)]) and time.monotonic() < until:
+            time.sleep(0.1)
         if left:
             failures.append(f"{len(left)} of its {len(processes)} other processes are still there")
         with self.log.open(encoding="utf-8", errors="replace") as log:
             log.seek(before)
-            bad = [line.strip() for line in log if re.search(r"Traceback|\bERROR\b|leaked", line)]
-        return failures + [f"log at the end: {line[:300]}" for line in bad[:5]]
+            return failures, [line.strip()[:300] for line in log if WRONG.search(line)]

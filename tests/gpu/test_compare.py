@@ -31,7 +31,11 @@ def test_differences_are_counted_and_measured() -> None:
     assert (one.steps, one.differing, one.largest, one.argmax_differs, one.gap) == (3, 2, 0.75, 1, 0.5)
     assert one.rms == pytest.approx(((0.75**2 + 0.5**2) / 9) ** 0.5)
     (failure,) = failures_if_identical(one)
-    assert failure == "logits differ in 2 of 3 steps, by up to 0.75, expected none"
+    assert failure == (
+        "logits differ in 2 of 3 steps, by up to 0.75, expected none; first: step 1: logit of id 1 found 3.25, "
+        "expected 2.5; largest found at id 1 (3.25), expected at id 0 (3)"
+    )
+    assert combined([difference(expected, expected), one]).first == one.first
 
 
 def test_a_tie_decided_otherwise_is_no_other_argmax() -> None:
@@ -46,7 +50,10 @@ def test_broken_steps_do_not_pass() -> None:
     one = difference(expected, found)
     assert (one.steps, one.broken, one.differing) == (4, 2, 0)
     for failures in (failures_if_identical(one), failures_if_close(one, Difference(steps=4, rms=1.0))):
-        assert failures == ["logits are not finite in 2 of 4 steps"]
+        assert failures == [
+            "logits are not finite in 2 of 4 steps; first: step 1: logit of id 2 found nan, expected 0; largest found "
+            "at id 2 (nan), expected at id 0 (0)"
+        ]
     assert difference(torch.full((2, 3), float("nan")), torch.zeros(2, 3)) == Difference(steps=2, broken=2)
 
 

@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.drafts import Apart, Drafted, DraftsWatch, compare_drafted, coverage, judge_drafts, load_runs, save_runs
-from tests.gpu.drafts_phases import accepted_by_step, compare_runs, settings, worst
+from tests.gpu import drafts
+from tests.gpu.drafts import (
+    LENGTHS,
+    Apart,
+    Drafted,
+    DraftsWatch,
+    compare_drafted,
+    coverage,
+    judge_drafts,
+    load_runs,
+    save_runs,
+)
+from tests.gpu.drafts_phases import accepted_by_step, alone_in_batch, compare_runs, settings, worst
 
 SAME = Apart(8, True, True, True, 0.0, 0.0)
 
@@ -120,13 +131,44 @@ def test_other_rows_are_close() -> None:
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     run = {"row0": drafted([4, 5, 6], 1)}
-    save_runs(tmp_path / "a" / "drafts.pt", {"mixed": run}, {"mixed": {"row0": SAME}}, {"mixed": SAME})
+    save_runs(tmp_path / "a" / "drafts.pt", {"mixed": run}, {"mixed": {"row0": SAME}}, SAME)
     runs, repeats, noise = load_runs(tmp_path / "a" / "drafts.pt")
     assert compare_runs(runs["mixed"], run)["row0"].same
-    assert repeats == {"mixed": {"row0": SAME}} and noise == {"mixed": SAME}
+    assert repeats == {"mixed": {"row0": SAME}} and noise == SAME
 
 
 def test_settings() -> None:
     stock = settings(None)
     assert "additional_config" not in stock and stock["speculative_config"]["num_speculative_tokens"] == 5
     assert settings({"a": 1}) == stock | {"additional_config": {"a": 1}}
+
+
+def test_what_differs_first_is_told() -> None:
+    one, other = drafted([4, 5, 6]), drafted([4, 5, 7])
+    assert compare_drafted(one, drafted([4, 5, 6]), 2).first == ""
+    other.accepted = [1, 2]
+    other.hashes[2], other.values[2] = torch.tensor([2, 8]), torch.tensor([[1.0] * 3, [3.0, 3.0, 4.5]])
+    assert compare_drafted(one, other, 2).first == (
+        "position 2 of a prompt of 2: aux state 1: value 40 found 4.5, expected 3; "
+        "token 2: found [7], expected [6]; verification 1: found 2 tokens, expected 1"
+    )
+    repeats = {"a": SAME}
+    apart = {"a": replace(SAME, whole=False, first="token 2")}
+    assert judge_drafts("mixed", repeats, apart, SAME, "identical") == ["a: token 2; expected what stock repeats"]
+
+
+def test_requests_run_in_the_batch_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(engine: Any, watch: Any, lengths: Any, first: int = 0, name: str = "row") -> Any:
+        asked.append((list(lengths), first))
+        return {f"{name}{index}": drafted([4], length) for index, length in enumerate(lengths, start=first)}
+
+    monkeypatch.setattr(drafts, "run_drafts", run)
+    nothing: Any = None
+    runs = drafts.run_batch_and_alone(nothing, nothing)
+    assert asked == [(list(LENGTHS), 0), *(([length], index) for index, length in enumerate(LENGTHS))]
+    assert list(runs) == [f"{kind}{index}" for kind in ("row", "alone") for index in range(4)]
+    assert [drafts.prompt_length(row) for row in runs] == [*LENGTHS, *LENGTHS]
+    found = compare_runs(runs, alone_in_batch(runs))
+    assert list(found) == ["row0", "row1", "row2", "row3"] and all(one.same for one in found.values())

@@ -1,5 +1,6 @@
 """The soak's own logic: metrics that do not add up, memory that grows, answers that are short, processes that stay."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 
 from tests.gpu.answers import Step
 from tests.gpu.http_checks import STEPS, Memory, growth, memory_failures, metrics_failures
-from tests.gpu.http_phases import idle_metrics, serve_command
-from tests.gpu.http_traffic import Alone, Asked, Given, answer_failures, asked, token_id
-from tests.gpu.server import Metrics, Server, descendants, own_bytes
+from tests.gpu.http_phases import free_port, idle_metrics, serve_command
+from tests.gpu.http_traffic import Alone, Asked, Given, answer_failures, asked, spread, token_id
+from tests.gpu.server import Metrics, Server, alive, app_bytes, descendants, form, own_bytes, shared_files, visible_gpus
+from tests.gpu.worker_plugin import FORCED
 
 STEP = Step(5, -1.0, {5: -1.0})
 
@@ -131,32 +133,41 @@ def test_token_ids() -> None:
 
 
 class Completions:
-    """Greedy: 5 at every step, with 6 nearly as likely. It counts what it is asked."""
+    """Gives the tokens asked for, each a little less likely than 6. It counts what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def create(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
+    def create(self, prompt: list[int], max_tokens: int, extra_body: dict[str, Any], **options: Any) -> Any:
+        forced = extra_body["vllm_xargs"][FORCED]
+        assert max_tokens == len(forced)
         self.asked.append((len(prompt), max_tokens))
         logprobs = SimpleNamespace(
-            tokens=["token_id:5"] * max_tokens,
+            tokens=[f"token_id:{token}" for token in forced],
             token_logprobs=[-1.0] * max_tokens,
-            top_logprobs=[{"token_id:5": -1.0, "token_id:6": -1.01}] * max_tokens,
+            top_logprobs=[{"token_id:6": -0.99, f"token_id:{token}": -1.0} for token in forced],
         )
         return SimpleNamespace(choices=[SimpleNamespace(logprobs=logprobs)])
 
 
-def test_alone_is_asked_once_for_a_prefix() -> None:
+def test_the_engine_alone_is_made_to_give_the_answer() -> None:
     completions = Completions()
     engine = Alone(SimpleNamespace(completions=completions))
-    five, six = Step(5, -1.0, {5: -1.0, 6: -1.02}), Step(6, -1.005, {6: -1.005, 5: -1.01})
+    five = Step(5, -1.02, {5: -1.02, 6: -1.03})
     for _ in range(2):
-        assert engine.judge(Given(Asked(1, 4), [five] * 4)).gaps == ()
-        verdict = engine.judge(Given(Asked(1, 4), [five, six, five]))
-        assert [round(gap, 9) for gap in verdict.gaps] == [0.01]
-        assert verdict.failures(0.02) == []
-    # The prompt of 127 tokens, and it with the two that part from it.
-    assert completions.asked == [(127, 4), (129, 1)]
+        found = engine.difference(Given(Asked(1, 4), [five] * 4))
+        assert (found.steps, found.argmax_differs) == (4, 4)
+        assert found.largest == pytest.approx(0.04) and found.gap == pytest.approx(0.01)
+    assert engine.difference(Given(Asked(1, 4))).steps == 0
+    # Once, after the prompt of 127 tokens.
+    assert completions.asked == [(127, 4)]
+
+
+def test_answers_are_spread() -> None:
+    assert sorted(spread(100)) == list(range(100))
+    for count in (4, 10, 50):
+        first = sorted(spread(1000)[:count])
+        assert max(b - a for a, b in itertools.pairwise(first)) < 3000 / count
 
 
 def test_processes_and_their_memory() -> None:
@@ -172,9 +183,69 @@ def test_processes_and_their_memory() -> None:
     assert found[0] == process.pid and len(found) == 2
     assert set(found) < set(descendants(os.getpid()))
     assert own_bytes(found) > 1 << 26
+    assert all(map(alive, found))
     server.kill()
     time.sleep(0.1)
     assert own_bytes(found) == 0
+    assert not any(map(alive, found))
+
+
+def test_a_process_that_nobody_waits_for_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    until = time.monotonic() + 10
+    while alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert Path(f"/proc/{process.pid}").exists() and not alive(process.pid)
+    process.wait()
+
+
+def test_gpu_memory_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "77, 1024\n78, 512\n99, 4096\n"
+    assert app_bytes(listed, [77, 78, 5]) == 1536 << 20
+    # Hidden or unknown: then it is the GPUs' that is read.
+    assert app_bytes(listed, [5]) is app_bytes("", [77]) is app_bytes("77, [N/A]\n78, 3\n", [77, 78]) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert visible_gpus() == ["--id=1,3"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus() == []
+
+
+def test_files_that_a_process_shares() -> None:
+    """Open or mapped, still there or not."""
+    program = """
+import mmap, os, sys
+kept = []
+for name in ("open", "mapped", "gone"):
+    file = open(f"/dev/shm/{sys.argv[1]}-{name}", "w+b")
+    file.truncate(4096)
+    kept.append(mmap.mmap(file.fileno(), 4096) if name == "mapped" else file)
+    if name == "mapped":
+        file.close()
+os.unlink(f"/dev/shm/{sys.argv[1]}-gone")
+print(flush=True)
+sys.stdin.read()
+"""
+    name = f"specialized-decode-test-{os.getpid()}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, name], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert shared_files([process.pid]) == {f"/dev/shm/{name}-open", f"/dev/shm/{name}-mapped"}
+    finally:
+        process.communicate("")
+        for path in Path("/dev/shm").glob(f"{name}-*"):
+            path.unlink()
+    assert shared_files([process.pid]) == set()
+
+
+def test_lines_of_two_runs_have_one_form() -> None:
+    one, other = (
+        "(APIServer pid=77) ERROR 11-30 12:00:00 [a.py:5] at 0x7f0a",
+        "(APIServer pid=8) ERROR 12-01 1:2:3 [a.py:5] at 0x1",
+    )
+    assert form(one) == form(other) != form(one.replace("APIServer", "EngineCore"))
 
 
 PROGRAM = """
@@ -196,18 +267,18 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 @pytest.mark.parametrize(
     ("body", "failures"),
     [
-        ("sys.exit(0)", []),
-        ("sys.exit(3)", ["exit status 3, expected 0"]),
-        ("print('ERROR: gone', flush=True); sys.exit(0)", ["log at the end: ERROR: gone"]),
-        ("pass", ["still running after 2 s"]),
+        ("sys.exit(0)", ([], [])),
+        ("sys.exit(3)", (["exit status 3, expected 0"], [])),
+        ("print('ERROR: gone', flush=True); sys.exit(0)", ([], ["ERROR: gone"])),
+        ("pass", (["still running after 2 s"], [])),
     ],
 )
 def test_a_server_starts_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, failures: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, failures: tuple[list[str], list[str]]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("BODY", body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    port = 20000 + os.getpid() % 20000
+    port = free_port()
     server = Server.start(["program", str(port)], port, tmp_path / "log", 20)
     assert idle_metrics(server).total("vllm:num_requests_running") == 0
     assert server.stop(2) == failures
@@ -221,7 +292,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     args: Any = SimpleNamespace(folder=tmp_path, ranks=2)
-    assert not any(part.startswith("--additional") for part in serve_command(args, None))
-    command = serve_command(args, {"decode_backend": "latency_specialized"})
+    assert not any(part.startswith("--additional") for part in serve_command(args, None, 8123))
+    command = serve_command(args, {"decode_backend": "latency_specialized"}, 8123)
     assert command[command.index("--additional-config") + 1] == '{"decode_backend": "latency_specialized"}'
     assert command[command.index("--tensor-parallel-size") + 1] == "2"

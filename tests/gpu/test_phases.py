@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +318,37 @@ def test_the_first_engine_is_started_for_its_phases(
     )
     assert ("start" in names) == started
     assert "refused" in names
+
+
+@pytest.mark.parametrize(
+    ("captured", "then"), [(True, ["start", "capture", "attention"]), (False, ["start", "capture"])]
+)
+def test_attention_is_timed_on_kernels_once_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, captured: bool, then: list[str]
+) -> None:
+    """Whatever the executor's other engines run on."""
+    names: list[str] = []
+    executor = SimpleNamespace(
+        target=SimpleNamespace(config=SimpleNamespace(hidden_size=8, hc_mult=4)), device=torch.device("cpu")
+    )
+    engine = SimpleNamespace(runner=SimpleNamespace(model_state=SimpleNamespace(executor=executor)))
+
+    def build(run: Run, name: str, watched: Any, sizes: Sequence[int], settings: dict[str, Any]) -> Any:
+        names.append(name)
+        option = {"decode_backend": "latency_specialized", "decode_kernels": True, "a": 1}
+        assert settings["additional_config"] == option and sizes == (1, 8) and watched is not None
+        return engine
+
+    def phase(self: Run, name: str, limit: float, work: Any) -> bool:
+        names.append(name)
+        return captured
+
+    monkeypatch.setattr(phases, "watch_steps", Steps)
+    monkeypatch.setattr(phases, "watch_captures", Counter)
+    monkeypatch.setattr(phases, "build_phase", build)
+    monkeypatch.setattr(phases.Run, "phase", phase)
+    phases.run_attention(Run(argparse.Namespace(expect="identical", executor_option='{"a": 1}')))
+    assert names == then
 
 
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The script around the engine processes: what it starts, ends, keeps and says."""
 
 import json
+import subprocess
+import sys
 import tarfile
 import time
 from dataclasses import replace
@@ -108,9 +110,11 @@ def test_a_process_that_dies_fails_even_after_good_phases(
 
 def test_a_phase_past_its_limit_is_ended(session: Session, tmp_path: Path) -> None:
     begin = time.monotonic()
-    session.run(job(session, tmp_path, "start('slow', 0.5)\ntime.sleep(60)"))
+    text = f"sys.path.insert(0, {str(vllm_one_gpu.ROOT)!r})\nfrom tests.gpu.evidence import tell_on_signal\n"
+    session.run(job(session, tmp_path, f"{text}tell_on_signal()\nstart('slow', 0.5)\ntime.sleep(60)"))
     assert time.monotonic() - begin < 30
     (bad,) = session.records["it"]
+    assert bad["causes"][0].startswith("stands in job.py:")
     assert (bad["phase"], bad["failures"]) == ("slow", ["slow: ran into its limit of 0 s"])
 
 
@@ -166,6 +170,68 @@ def test_run_records_what_a_phase_says_and_raises(tmp_path: Path, capsys: pytest
     ]
     assert [r["failures"] for r in run.records] == [[], ["not as expected"], ["RuntimeError: from the middle"]]
     assert events[1]["data"] == {"a": 1}
+
+
+WORKER = "(Worker_TP1 pid=7) ERROR 11-30 12:00:00 [a.py:1] "
+
+
+def test_what_a_failed_phase_leaves(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its workers' exceptions, of its own log and of a server's; not those of a phase that passed before it."""
+    log = session.args.work / "it.log"
+    trace = "print({0!r} + 'Traceback (most recent call last):\\n' + {0!r} + {1!r}, flush=True)"
+    (session.args.work / "it.server.log").write_text("Traceback (most recent call last):\nOSError: the server's\n")
+    text = f"""
+import os
+start("a")
+{trace.format(WORKER, "ValueError: expected here")}
+end("a", True)
+tell(event="start", phase="b", limit=9, log=os.fstat(1).st_size)
+{trace.format(WORKER, "ValueError: the reason " + "x" * 400)}
+end("b", False)
+sys.exit(1)
+"""
+    session.run(job(session, tmp_path, text))
+    good, bad = session.records["it"]
+    assert "causes" not in good and log.exists()
+    assert [cause[:25] for cause in bad["causes"]] == ["Worker_TP1: ValueError: t", "OSError: the server's"]
+    assert max(map(len, bad["causes"])) == 300 and len(bad["tracebacks"][0]) > 400
+    assert "    log: Worker_TP1: ValueError: the reason" in capsys.readouterr().out
+
+
+def test_many_failures_are_printed_in_part(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    many = record("it", "a", ok=False) | {"failures": [f"{i} " + "y" * 500 for i in range(20)], "causes": []}
+    session.say_record(many)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[-1].endswith("and 12 more, in its record")
+    assert all(len(line) < 330 for line in lines)
+
+
+def test_a_run_says_where_its_log_stands(tmp_path: Path) -> None:
+    """By bytes of its standard output, if that is a file."""
+    program = "from tests.gpu.report import written; print('twelve bytes', end=''); print(written())"
+    with (tmp_path / "log").open("w") as output:
+        subprocess.run([sys.executable, "-c", program], stdout=output, cwd=vllm_one_gpu.ROOT, check=True)
+    assert (tmp_path / "log").read_text() == "twelve bytes12\n"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=vllm_one_gpu.ROOT, check=True)
+    assert done.stdout == b"twelve bytes0\n"
+
+
+def test_a_folder_is_made_once(session: Session, tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "it"
+    text = f"import pathlib, sys; pathlib.Path({str(folder)!r}).mkdir(parents=True, exist_ok=True); print('made')"
+    one = job(session, tmp_path, text, phased=False, makes=folder)
+    again = replace(session, records={})
+    session.run(one)
+    again.run(one)
+    assert session.records["it"][0]["line"] == "made"
+    assert again.records["it"][0]["line"] == f"{folder}: already there" and again.passed("it", one.command)
+    # Another commit makes another folder; one that fails is not taken for made.
+    again.records.clear()
+    again.args.commit = "c0ffee"
+    (tmp_path / "job.py").write_text("import sys; sys.exit(1)")
+    again.run(one)
+    again.run(one)
+    assert again.records["it"][0]["failures"] == ["ended with exit status 1"]
 
 
 def test_overdue() -> None:
@@ -233,6 +299,10 @@ def test_jobs(tmp_path: Path) -> None:
     assert '{"a": 1}' in by_name["executor"].command
     assert all('{"seed": 1}' in by_name[name].command for name in ("stock", "executor"))
     assert all(need in by_name for one in by_name.values() for need in one.needs)
+    # Both sides of attention are one engine's, with the plugin and at full depth.
+    timed, attention = by_name["times-executor"], by_name["attention"]
+    assert attention.environment == {} and attention.needs == timed.needs == ("configuration",)
+    assert attention.command[2:] == timed.command[2:] and attention.command[1] == "attention"
     # Stock and executor serve the same folder.
     folders = [by_name[name].command[by_name[name].command.index("--folder") + 1] for name in ("stock", "executor")]
     assert folders[0] == folders[1] == by_name["checkpoint"].command[2]
@@ -275,6 +345,25 @@ def test_main_writes_results_and_goes_on(
     assert main(argv) == 0
     assert "it: passed in an earlier call" in capsys.readouterr().out
     assert main([*argv, "--again"]) == 1
+
+
+def test_results_are_kept_after_every_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may go away at any time: the second phase finds the first one's results."""
+    work, out = tmp_path / "work", tmp_path / "out"
+    text = f"""
+start("a")
+end("a", True)
+start("b")
+path = pathlib.Path({str(out / "results.json")!r})
+until = time.time() + 5
+while not path.exists() and time.time() < until:
+    time.sleep(0.05)
+end("b", [r["phase"] for r in json.loads(path.read_text())["records"]] == ["a"])
+"""
+    environment = module(tmp_path, EVENTS + text)
+    command = ("job", str(work / "it.events.jsonl"))
+    monkeypatch.setattr(vllm_one_gpu, "jobs", lambda args: [Job("it", command, 1, environment=environment)])
+    assert main(["--out", str(out), "--work", str(work), "--models", str(tmp_path)]) == 0
 
 
 def test_what_the_executors_phases_need_of_stocks(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any
 from tests.gpu import ranks as ranks_module
 from tests.gpu import scenarios
 from tests.gpu.compare import Difference, combined, failures_if_close, failures_if_identical
-from tests.gpu.engine import parameters, run_traffic, settled_counters, step_counters
+from tests.gpu.engine import SHARED_GPU, parameters, run_traffic, settled_counters, step_counters
+from tests.gpu.evidence import ask_where
 from tests.gpu.executor_phases import check_counters, executor_option, options
 from tests.gpu.outputs import Recorded, compare, described, load_outputs, padded, replays_by_rows, save_outputs
-from tests.gpu.ranks import Alike, RanksEngine, RankSteps
+from tests.gpu.ranks import Alike, RanksEngine, RankSteps, run_alone
 from tests.gpu.report import Report, Run
+from tests.gpu.server import descendants
 from tests.gpu.worker_plugin import REFUSED_SETTING
 
 RANKS, STEPS = 2, 1000
@@ -34,12 +37,13 @@ NAMES = ("of rank 1 did not come", "rank 1 (process {process})", "VllmWorker-1 d
 
 def start(args: argparse.Namespace, executor: dict[str, Any] | None, **more: Any) -> RanksEngine:
     """An engine of two ranks."""
-    settings = options(args, executor, gpu_memory_utilization=0.6, **more)
+    settings = options(args, executor, **SHARED_GPU, **more)
     return RanksEngine.start(args.folder, scenarios.GRAPH_SIZES, RANKS, Path(args.out), **settings)
 
 
 def described_ranks(alike: Alike) -> str:
-    return f"{alike.rows} rows: hidden states differ between ranks in {alike.hidden}, logits in {alike.logits}"
+    first = f", first {alike.first}" if alike.first else ""
+    return f"{alike.rows} rows: hidden states differ between ranks in {alike.hidden}, logits in {alike.logits}{first}"
 
 
 def check_ranks(alike: Alike) -> list[str]:
@@ -50,20 +54,26 @@ def check_ranks(alike: Alike) -> list[str]:
 
 
 def record_long(engine: RanksEngine, store: Path) -> Report:
-    """Plays the long script on stock, and again along its tokens: what stock computes, and how well it repeats."""
+    """Plays the long script on stock, again along its tokens, and some of its requests alone: what stock computes, how
+    well it repeats, and what another batch does to it."""
     script, steps = ranks_module.long_script(STEPS), RankSteps(engine)
     before = steps.copy()
     first, _ = run_traffic(engine, script)
     counted = steps.since(before)
     again, _ = run_traffic(engine, script, padded(script, first))
     repeats = compare(first, again)
-    save_outputs(store / "tp2.pt", Recorded([first], [repeats], combined(repeats.values())))
+    alone = compare(first, run_alone(engine, script, first))
+    noise = combined(alone.values())
+    save_outputs(store / "tp2.pt", Recorded([first], [repeats], noise))
     line = (
         f"{counted.total} steps ({replays_by_rows(counted)}); again: {described(list(repeats.values()))}; "
-        f"{described_ranks(engine.alike)}"
+        f"alone: {described(list(alone.values()))}; {described_ranks(engine.alike)}"
     )
     failures = [] if counted.total >= STEPS else [f"{counted.total} steps, expected at least {STEPS}"]
-    return Report(line, failures, {"steps": counted.total, "ranks": vars(engine.alike)})
+    if not noise.rms:
+        failures.append("requests alone give the same logits as among others, so that nothing tells what is close")
+    data = {"steps": counted.total, "noise": noise.record(), "ranks": vars(engine.alike)}
+    return Report(line, failures, data)
 
 
 def judge_long(found: dict[str, Difference], recorded: Recorded, expect: str) -> list[str]:
@@ -108,7 +118,14 @@ def check_lacking(args: argparse.Namespace) -> Report:
         return Report("the engine started", ["the engine started, expected an error"])
     seconds = time.monotonic() - began
     failures = lacking_failures(log_text(args))
-    return Report(f"refused after {seconds:.1f} s: {said[:200]!r}", failures, {"seconds": round(seconds, 1)})
+    took = ", ".join(f"rank {rank} in {found} s" for rank, found in refusals(log_text(args)).items())
+    data = {"seconds": round(seconds, 1), "refused": refusals(log_text(args))}
+    return Report(f"refused after {seconds:.1f} s ({took}): {said[:160]!r}", failures, data)
+
+
+def refusals(log: str) -> dict[int, float]:
+    """How long each rank's check took until it raised."""
+    return {int(rank): float(seconds) for rank, seconds in re.findall(r"rank (\d+): refused after ([\d.]+) s", log)}
 
 
 def lacking_failures(log: str) -> list[str]:
@@ -116,7 +133,7 @@ def lacking_failures(log: str) -> list[str]:
     how long each took to raise it."""
     wanted = {"rank 0": "here, less on another rank", "rank 1": f"found {REFUSED_SETTING}=1; expected"}
     failures = [f"{who}: found no {text!r} in the log" for who, text in wanted.items() if text not in log]
-    took = {int(rank): float(seconds) for rank, seconds in re.findall(r"rank (\d+): refused after ([\d.]+) s", log)}
+    took = refusals(log)
     if took.keys() != set(range(RANKS)):
         failures.append(f"found ranks {sorted(took)} refusing, expected {list(range(RANKS))}")
     return failures + [
@@ -126,8 +143,11 @@ def lacking_failures(log: str) -> list[str]:
     ]
 
 
-def check_lost(args: argparse.Namespace, how: signal.Signals) -> Report:
-    """Ends or stops rank 1 in the middle of decode steps: the engine must end in time, with an error that names it."""
+def check_lost(args: argparse.Namespace, how: signal.Signals | None) -> Report:
+    """Rank 1 stands still in the middle of a decode step, and a second later is ended by the signal `how`, if given.
+
+    The engine must end in time, with an error that names the rank.
+    """
     engine = start(args, executor_option(args), load_format="dummy")
     llm, before = engine.llm.llm_engine, len(log_text(args))
     for row in range(8):
@@ -135,22 +155,55 @@ def check_lost(args: argparse.Namespace, how: signal.Signals) -> Report:
         llm.add_request(f"lost-{row}", ids, parameters("", 64, 4000, None, record=False))
     for _ in range(100):
         llm.step()
-    began, said = time.monotonic(), ""
-    os.kill(engine.pids[1], how)
-    try:
-        # Bounded, so that an engine that goes on is told from one that ends.
-        while llm.has_unfinished_requests() and time.monotonic() - began < DEADLINE_SECONDS + AFTER_SECONDS:
-            llm.step()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+    stalled = engine.llm.collective_rpc("tests_stall")
+    began = time.monotonic()
+    ending = threading.Timer(1.0, os.kill, (engine.pids[1], how)) if how is not None else None
+    if ending is not None:
+        ending.start()
+    said = steps_until_error(llm, DEADLINE_SECONDS + AFTER_SECONDS)
     seconds = time.monotonic() - began
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(engine.pids[1], signal.SIGKILL)
-    time.sleep(1)
-    # A stopped process is alive to vLLM, so that only the executor's own message can name it.
-    names = NAMES if how == signal.SIGKILL else NAMES[:1]
+    if not said:
+        ask_where(descendants(os.getpid()))
+    # What the processes still have to say, before they are ended.
+    time.sleep(2)
+    # A rank that stands still is alive to vLLM, so that only the executor's own message can name it.
+    names = NAMES if how is not None else NAMES[:1]
     failures = lost_failures(said, seconds, log_text(args)[before:], engine.pids[1], names)
+    if stalled != [False, True]:
+        failures.append(f"ranks that stood still: found {stalled}, expected the second alone")
     return Report(f"{said[:200]!r} after {seconds:.1f} s", failures, {"seconds": round(seconds, 1)})
+
+
+def steps_until_error(llm: Any, limit: float) -> str:
+    """Steps an engine for at most `limit` seconds; returns the error that ended it, "" where none did."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    # A step waits for its output without end where its worker does.
+    old = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        while llm.has_unfinished_requests():
+            llm.step()
+    except TimeoutError:
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    return ""
+
+
+def end_now(status: int) -> None:
+    """Ends this process and all that it started: what is left of a broken engine may hold the GPU, or never end."""
+    for process in descendants(os.getpid())[:0:-1]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def lost_failures(said: str, seconds: float, log: str, process: int, names: Sequence[str]) -> list[str]:
@@ -161,7 +214,8 @@ def lost_failures(said: str, seconds: float, log: str, process: int, names: Sequ
         failures.append(f"the engine ended after {seconds:.1f} s, expected at most {limit:.0f} s")
     found = f"{said}\n{log}"
     if not any(name.format(process=process) in found for name in names):
-        failures.append("nothing names rank 1")
+        last = [line for line in found.splitlines() if line.strip()][-1:]
+        failures.append(f"nothing names rank 1; the last line: {last}")
     return failures
 
 
@@ -186,13 +240,16 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args)
     if args.engine in ("killed", "stopped"):
-        how = signal.SIGKILL if args.engine == "killed" else signal.SIGSTOP
+        how = signal.SIGKILL if args.engine == "killed" else None
         run.phase(args.engine, 420, lambda: check_lost(args, how))
     elif args.engine == "lacking":
-        run.phase(args.engine, 200, lambda: check_lacking(args))
+        run.phase(args.engine, 420, lambda: check_lacking(args))
     else:
         run_long(run)
-    return 0 if run.records and all(record["ok"] for record in run.records) else 1
+    status = 0 if run.records and all(record["ok"] for record in run.records) else 1
+    if args.engine in ("killed", "stopped", "lacking"):
+        end_now(status)
+    return status
 
 
 def run_long(run: Run) -> None:

@@ -14,13 +14,16 @@ import torch
 from specialized_decode.backbone.config import IMAGE_TOKEN_ID
 from tests.gpu.compare import combined, failures_if_close
 from tests.gpu.engine import (
+    SHARED_GPU,
     Engine,
     Outputs,
     Steps,
     parameters,
+    run_in_turn,
     settled_counters,
     step_counters,
     take_logits,
+    tokens_of,
     watch_captures,
     watch_steps,
 )
@@ -52,7 +55,7 @@ def picture(size: tuple[int, int], seed: int) -> Any:
 
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy(), "RGB")
+    return Image.fromarray(pixels.numpy())
 
 
 def fill_tower(model: Any) -> int:
@@ -88,16 +91,16 @@ def forced_tokens(tokens: Sequence[int], index: int) -> list[int]:
 def run_images(
     engine: Engine, image_seed: int, which: Sequence[int], forced: dict[str, list[int]] | None = None
 ) -> Outputs:
-    """Runs some of REQUESTS as a batch, along `forced` tokens where given."""
+    """Runs some of REQUESTS as a batch, whose rows come in turn, along `forced` tokens where given."""
     prompts = [inputs(index, image_seed) for index in which]
     # How long a prompt is with its image is vLLM's to say.
     probes = engine.llm.generate(prompts, parameters("", 1, 1, None, record=False), use_tqdm=False)
-    sampling = [
-        parameters(str(index), len(probe.prompt_token_ids), TOKENS, forced[str(index)] if forced else None, record=True)
-        for index, probe in zip(which, probes, strict=True)
-    ]
-    results = engine.llm.generate(prompts, sampling, use_tqdm=False)
-    tokens = {str(index): list(one.outputs[0].token_ids) for index, one in zip(which, results, strict=True)}
+    requests = []
+    for index, given, probe in zip(which, prompts, probes, strict=True):
+        own = forced[str(index)] if forced else None
+        sampling = parameters(str(index), len(probe.prompt_token_ids), TOKENS, own, record=True)
+        requests.append((str(index), given, sampling))
+    tokens = tokens_of(run_in_turn(engine, requests))
     return Outputs(tokens, take_logits(engine, tokens))
 
 
@@ -150,7 +153,7 @@ def check_images(engine: Engine, args: argparse.Namespace, steps: Steps, store: 
 def settings(args: argparse.Namespace, executor: dict[str, Any] | None) -> dict[str, Any]:
     """LLM's options; the tower's attention by PyTorch, since small bundles have no FlashAttention."""
     images = {"limit_mm_per_prompt": {"image": 1}, "mm_encoder_attn_backend": "TORCH_SDPA"}
-    return options(args, executor, max_model_len=2048, max_num_seqs=max(GRAPH_SIZES), **images)
+    return options(args, executor, max_model_len=2048, max_num_seqs=max(GRAPH_SIZES), **SHARED_GPU, **images)
 
 
 def main(argv: Sequence[str]) -> int:

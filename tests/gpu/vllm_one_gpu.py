@@ -1,12 +1,14 @@
-"""Shows on one GPU what the executor does inside vLLM: values, traffic, kernels when off, life cycle, times.
+"""Shows on one GPU what the executor does inside vLLM: values, traffic, kernels when off, life cycle, times of steps
+and of a layer's attention.
 
 `python -m tests.gpu.vllm_one_gpu --out OUT` from the checkout, with vLLM importable (tools/gpu has a bundle for hosts
 without a package index). Each job is a process of its own; each phase of it prints a line, has a time limit and leaves
-a record. Run again, it goes on where it stopped: jobs that passed are not run again. OUT gets results.json, the logs
-and what stock vLLM computed. The exit status is 0 when everything asked for passed.
+a record. Run again, it goes on where it stopped: jobs that passed are not run again. OUT gets results.json and the logs
+after every phase, and what stock vLLM computed after every job. The exit status is 0 when everything asked for passed.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import commit
+from tests.gpu.evidence import causes, shortened, standing
 
 ROOT = Path(__file__).absolute().parent.parent.parent
 WORK = Path("/tmp/specialized-decode/run")
@@ -37,6 +40,8 @@ LAYERS, TIMED_LAYERS, SHARD_TP = 8, 40, 4
 FIRST_PHASE_SECONDS = 180.0
 # The executor against stock, at full depth.
 LEAST_SPEED, MOST_START_UP_SECONDS = 0.98, 30.0
+# Failures and causes that are printed of a phase; its record has them all.
+PRINTED = 8
 
 Record = dict[str, Any]
 
@@ -46,7 +51,8 @@ class Job:
     """A process.
 
     seconds: what it is expected to take, so that none is started that cannot end within the budget; needs: jobs that
-    must have passed; files: that must be there; phased: whether it tells of phases, as tests.gpu.phases does.
+    must have passed; files: that must be there; phased: whether it tells of phases, as tests.gpu.phases does; makes: a
+    folder that calls side by side may share: it is made once.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Job:
     files: tuple[Path, ...] = ()
     environment: dict[str, str] = field(default_factory=dict, hash=False)
     phased: bool = True
+    makes: Path | None = None
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -81,6 +88,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         Job("executor", engine("executor", real), 200, ("checkpoint",), stored(args.only, store)),
         Job("times-stock", engine("times-stock", dummy), 120, ("configuration",), environment=off),
         Job("times-executor", engine("times-executor", dummy), 120, ("configuration",)),
+        Job("attention", engine("attention", dummy), 240, ("configuration",)),
     ]
 
 
@@ -134,6 +142,8 @@ class Session:
     start: float
     records: dict[str, list[Record]]
     lines: list[str] = field(default_factory=list)
+    # Called after every phase, so that what is known survives the host.
+    keep: Callable[[], object] = lambda: None
 
     def say(self, text: str) -> None:
         """Prints a line and keeps it for the report."""
@@ -169,10 +179,29 @@ class Session:
             why = f"not run: {self.left():.0f} s left, expected to take {job.seconds:.0f} s"
             self.records[job.name] = [failed(job.name, "start", 0, why)]
         else:
-            self.records[job.name] = [record | {"command": list(job.command)} for record in self.run_process(job)]
+            records = self.run_process(job) if job.makes is None else self.make(job, job.makes)
+            self.records[job.name] = [record | {"command": list(job.command)} for record in records]
             self.save()
             return
         self.say_record(self.records[job.name][0])
+
+    def make(self, job: Job, folder: Path) -> list[Record]:
+        """Runs a job that makes a folder, unless it is there by the same command and commit; other makers wait."""
+        mark = folder.with_name(f"{folder.name}.made")
+        said = json.dumps([*job.command, self.args.commit or commit()])
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == said:
+                there = {"ok": True, "line": f"{folder}: already there", "failures": []}
+                records = [failed(job.name, "write", 0, "") | there]
+                self.say_record(records[0])
+                return records
+            mark.unlink(missing_ok=True)
+            records = self.run_process(job)
+            if all(record["ok"] for record in records):
+                mark.write_text(said, encoding="utf-8")
+            return records
 
     def run_process(self, job: Job) -> list[Record]:
         """Starts a job's process, tells of its phases as they end, and ends it when one outlasts its limit."""
@@ -190,9 +219,11 @@ class Session:
             while True:
                 ended = process.poll() is not None
                 events = read_events(events_path)
-                for event in events[told:]:
+                for place, event in enumerate(events[told:], start=told):
                     if event["event"] == "end":
-                        self.say_record(event)
+                        self.say_record(event | self.evidence(job, events[: place + 1]))
+                        self.records[job.name] = self.ended(job, events[: place + 1])
+                        self.keep()
                 told = len(events)
                 if ended:
                     break
@@ -201,35 +232,72 @@ class Session:
                 if self.left() < 0:
                     why = f"{job.name}: the budget of {self.args.budget:.0f} s is spent"
                 if why:
+                    # Where they stand is the only thing that tells why.
+                    os.killpg(process.pid, signal.SIGUSR1)
+                    time.sleep(1)
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                     break
                 time.sleep(0.2)
-        records = [{k: v for k, v in event.items() if k != "event"} for event in events if event["event"] == "end"]
-        seconds = time.time() - started
+        records, seconds = self.ended(job, events), time.time() - started
         if not job.phased and process.returncode == 0:
             records = [failed(job.name, "write", seconds, "") | {"ok": True, "line": _last_line(log), "failures": []}]
             self.say_record(records[0])
         elif why or not records or (process.returncode != 0 and all(record["ok"] for record in records)):
             phase = events[-1]["phase"] if events else "start"
-            records.append(failed(job.name, phase, seconds, why or f"ended with exit status {process.returncode}"))
+            record = failed(job.name, phase, seconds, why or f"ended with exit status {process.returncode}")
+            records.append(record | self.evidence(job, [*events, record]))
             self.say_record(records[-1])
             self.say("the end of its log:\n" + _tail(log, 40))
         return records
 
+    def ended(self, job: Job, events: Sequence[Record]) -> list[Record]:
+        """The records of the phases that have ended, failed ones with what the logs say."""
+        return [
+            {name: value for name, value in event.items() if name != "event"} | self.evidence(job, events[: place + 1])
+            for place, event in enumerate(events)
+            if event["event"] == "end"
+        ]
+
+    def evidence(self, job: Job, events: Sequence[Record]) -> Record:
+        """What the logs say of the last of `events`, where it failed: the exceptions of all processes since its phase
+        began. A worker's is often the one that matters."""
+        if events[-1]["ok"]:
+            return {}
+        begins = [event.get("log", 0) for event in events if event.get("event") == "start"]
+        logs = [_since(self.args.work / f"{job.name}.log", begins[-1] if begins else 0)]
+        logs += [_since(path, 0) for path in sorted(self.args.work.glob(f"{job.name}.*.log"))]
+        found = causes(logs, PRINTED)
+        places = [shortened(place) for log in logs for place in standing(log)]
+        return {"causes": [one.line() for one in found] + places, "tracebacks": [one.text for one in found]}
+
     def say_record(self, record: Record) -> None:
-        """The one line of a phase."""
+        """The one line of a phase, and what went wrong in it."""
         verdict = "ok" if record["ok"] else "FAILED"
-        self.say(f"{record['engine']} {record['phase']}: {verdict} in {record['seconds']:.1f} s: {record['line']}")
-        for failure in record["failures"]:
-            if failure != record["line"]:
-                self.say(f"    {failure}")
+        line = shortened(record["line"]) if record["failures"] else record["line"]
+        self.say(f"{record['engine']} {record['phase']}: {verdict} in {record['seconds']:.1f} s: {line}")
+        failures = [failure for failure in record["failures"] if failure != record["line"]]
+        for failure in failures[:PRINTED]:
+            self.say(f"    {shortened(failure)}")
+        if len(failures) > PRINTED:
+            self.say(f"    and {len(failures) - PRINTED} more, in its record")
+        for cause in record.get("causes", []):
+            self.say(f"    log: {cause}")
 
     def save(self) -> None:
         """Writes the records, from which a later call goes on."""
         path = self.args.work / "records.json"
         path.with_suffix(".new").write_text(json.dumps(self.records, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".new").rename(path)
+
+
+def _since(log: Path, start: int) -> str:
+    """The log from byte `start` on."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", errors="replace")
 
 
 def _last_line(log: Path) -> str:
@@ -285,18 +353,48 @@ def table(records: Iterable[Record]) -> str:
 
 
 def write_results(session: Session, records: list[Record], summary: str) -> None:
-    """What goes to OUT: few files, as hosts that hand back results limit their number."""
+    """What goes to OUT: few files, as hosts that hand back results limit their number. Each is replaced whole."""
     out: Path = session.args.out
     out.mkdir(parents=True, exist_ok=True)
     args = session.args
     report = [*session.lines, "", *summary.splitlines()]
     result = {"commit": args.commit or commit(), "expect": args.expect, "records": records, "report": report}
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    with tarfile.open(out / "logs.tar.xz", "w:xz") as archive:
+    new = out / "results.json.new"
+    new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    new.rename(out / "results.json")
+    new = out / "logs.tar.xz.new"
+    with tarfile.open(new, "w:xz") as archive:
         for path in sorted(session.args.work.glob("*.log")):
             archive.add(path, path.name)
-    if args.store.is_dir():
-        shutil.copytree(args.store, out / "store", dirs_exist_ok=True)
+    new.rename(out / "logs.tar.xz")
+
+
+def run_jobs(
+    args: argparse.Namespace, wanted: Sequence[Job], compared: Callable[[Session], list[Record]] = lambda _: []
+) -> int:
+    """Runs jobs, and returns the exit status. OUT has what is known after every phase, stock's outputs after every job.
+
+    compared: further records, made of those of all jobs at the end.
+    """
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.models.mkdir(parents=True, exist_ok=True)
+    kept = args.work / "records.json"
+    session = Session(args, time.monotonic(), json.loads(kept.read_text()) if kept.exists() else {})
+
+    def keep(more: Sequence[Record] = ()) -> list[Record]:
+        records = [*(record for job in wanted for record in session.records.get(job.name, [])), *more]
+        write_results(session, records, table(records))
+        return records
+
+    session.keep = keep
+    for job in wanted:
+        session.run(job)
+        keep()
+        if args.store.is_dir():
+            shutil.copytree(args.store, args.out / "store", dirs_exist_ok=True)
+    records = keep(compared(session))
+    print(f"\n{table(records)}")
+    return 0 if records and all(record["ok"] for record in records) else 1
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -348,22 +446,16 @@ def checked(
 def main(argv: Sequence[str]) -> int:
     """Runs the jobs asked for, prints the summary and writes the results."""
     args = arguments(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.models.mkdir(parents=True, exist_ok=True)
-    kept = args.work / "records.json"
-    session = Session(args, time.monotonic(), json.loads(kept.read_text()) if kept.exists() else {})
     wanted = [job for job in jobs(args) if not args.jobs or job.name in args.jobs.split(",")]
-    for job in wanted:
-        session.run(job)
-    records = [record for job in wanted for record in session.records.get(job.name, [])]
-    times = compare_times(session.records.get("times-stock", []), session.records.get("times-executor", []))
-    if times is not None:
-        session.say_record(times)
-        records.append(times)
-    summary = table(records)
-    print(f"\n{summary}")
-    write_results(session, records, summary)
-    return 0 if records and all(record["ok"] for record in records) else 1
+
+    def times(session: Session) -> list[Record]:
+        record = compare_times(session.records.get("times-stock", []), session.records.get("times-executor", []))
+        if record is None:
+            return []
+        session.say_record(record)
+        return [record]
+
+    return run_jobs(args, wanted, times)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, Session, checked, command_line, table, write_results
-from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, write_metadata
+from tests.gpu.vllm_one_gpu import LAYERS, ROOT, SHARD_TP, Job, checked, command_line, run_jobs
+from tests.gpu.worker_plugin import LACKING, NAME, REPEATABLE, STALLING, write_metadata
 
 WORK, MODELS = Path("/tmp/specialized-decode/run2"), Path("/tmp/specialized-decode/models")
 # No multicast: peers store into each other's memory.
@@ -60,7 +59,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         given = ("--ranks", str(args.ranks), "--minutes", f"{minutes:g}", "--executor-option", args.executor_option)
         environment = ENVIRONMENT | {"PYTHONPATH": path, "VLLM_PLUGINS": NAME if name == "http-stock" else both}
         command = ("tests.gpu.http_phases", name, *paths, *given)
-        return Job(name, command, 60 * minutes + 180, ("checkpoint",), files, environment | served)
+        return Job(name, command, 60 * minutes + 210, ("checkpoint",), files, environment | served)
 
     def one_gpu(module: str, name: str, folder: Path, needs: str, stored: str) -> Job:
         """In one process, on one GPU, as vllm_one_gpu.py's engines."""
@@ -69,22 +68,23 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         given = ("--executor-option", args.executor_option, "--expect", args.expect)
         files = () if stock else (args.store / stored,)
         environment = {"VLLM_PLUGINS": ""} if stock else {}
-        return Job(name, (f"tests.gpu.{module}", name, *paths, *given), 150, (needs,), files, environment)
+        return Job(name, (f"tests.gpu.{module}", name, *paths, *given), 180, (needs,), files, environment)
 
     return [
-        Job("checkpoint", make(folder, args.shard_tp), 120, phased=False),
+        Job("checkpoint", make(folder, args.shard_tp), 120, phased=False, makes=folder),
         engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
         engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
         engine("lacking", {}, 90, served | {LACKING: "1"}),
-        engine("killed", {"decode_kernels": True}, 120, served),
-        engine("stopped", {"decode_kernels": True}, 120, served),
+        engine("killed", {"decode_kernels": True}, 120, served | {STALLING: "1"}),
+        engine("stopped", {"decode_kernels": True}, 120, served | {STALLING: "1"}),
         server("http-stock", min(1, args.minutes)),
         server("http-executor", args.minutes, (args.store / "http.json",)),
-        Job("checkpoint-drafts", make(drafts, SHARD_TP, "--drafts", "3"), 120, phased=False),
+        Job("checkpoint-drafts", make(drafts, SHARD_TP, "--drafts", "3"), 120, phased=False, makes=drafts),
         one_gpu("drafts_phases", "drafts-stock", drafts, "checkpoint-drafts", "drafts.pt"),
         one_gpu("drafts_phases", "drafts-executor", drafts, "checkpoint-drafts", "drafts.pt"),
-        one_gpu("vision_phases", "vision-stock", folder, "checkpoint", "vision.pt"),
-        one_gpu("vision_phases", "vision-executor", folder, "checkpoint", "vision.pt"),
+        # vLLM's vision wrapper leaves the drafts' weights out.
+        one_gpu("vision_phases", "vision-stock", drafts, "checkpoint-drafts", "vision.pt"),
+        one_gpu("vision_phases", "vision-executor", drafts, "checkpoint-drafts", "vision.pt"),
     ]
 
 
@@ -100,19 +100,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Runs the jobs asked for, prints the summary and writes the results."""
     args = arguments(argv)
-    args.work.mkdir(parents=True, exist_ok=True)
-    args.models.mkdir(parents=True, exist_ok=True)
     write_metadata(args.work / "plugin")
-    kept = args.work / "records.json"
-    session = Session(args, time.monotonic(), json.loads(kept.read_text()) if kept.exists() else {})
-    wanted = [job for job in jobs(args) if not args.jobs or job.name in args.jobs.split(",")]
-    for job in wanted:
-        session.run(job)
-    records = [record for job in wanted for record in session.records.get(job.name, [])]
-    summary = table(records)
-    print(f"\n{summary}")
-    write_results(session, records, summary)
-    return 0 if records and all(record["ok"] for record in records) else 1
+    return run_jobs(args, [job for job in jobs(args) if not args.jobs or job.name in args.jobs.split(",")])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decode batches for the index kernels: caches with blocks in no order, ragged contexts; and what is right."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ from specialized_decode.attention import index_tuning, reference
 from specialized_decode.attention.index_tables import ReferenceTables
 from specialized_decode.backbone.cache import CacheMetadata
 from specialized_decode.backbone.linear import Linear
+from tests.helpers.decode_batch import DecodeBatch
 from tests.helpers.step_linear import fp8_linear
 
 KV_RECORD, KEY_RECORD, RING_ROWS = 584, 132, 8
@@ -33,31 +34,24 @@ class Shape:
 
 
 @dataclass
-class IndexCase:
-    """One layer and one step's batch. contexts: tokens of each request, this step's included; 0 for padding."""
+class IndexCase(DecodeBatch):
+    """One layer and one step's batch."""
 
     shape: Shape
-    contexts: tuple[int, ...]
-    seed: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shape, device = self.shape, self.device
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.rows = len(self.contexts) * shape.count
-        lengths = torch.tensor(self.contexts).repeat_interleave(shape.count)
-        behind = torch.arange(shape.count - 1, -1, -1).repeat(len(self.contexts))
-        self.positions = (lengths - 1 - behind).clamp_min(0).to(device)
-        self.live = (lengths > behind).to(device)
         self.columns = max(*self.contexts, shape.longest, 1)
         self.kv_cache, compressed = self._cache(KV_RECORD)
         self.key_cache, index = self._cache(KEY_RECORD)
         self._fill_keys()
-        window = self._meta(32, torch.zeros(len(self.contexts), 1, dtype=torch.int32), self.positions.cpu(), 1)
+        positions = self.positions.cpu()
+        window = self.metadata(32, torch.zeros(len(self.contexts), 1, dtype=torch.int32), positions, 1, self.columns)
         # Ring 0 is nobody's: the reference writes back what it finds there for rows that write nowhere.
         rings = 1 + torch.randperm(len(self.contexts), generator=self.generator).int().unsqueeze(1)
-        ring = self._meta(RING_ROWS, rings, self.positions.cpu() % RING_ROWS, 1)
-        self.rings = self._normal(1 + len(self.contexts), RING_ROWS, 1024)
+        ring = self.metadata(RING_ROWS, rings, positions % RING_ROWS, 1, self.columns)
+        self.rings = self.normal(1 + len(self.contexts), RING_ROWS, 1024)
         self.caches: Any = SimpleNamespace(window=window, compressed=compressed, index=index, ring=ring)
         self.selection = torch.full((self.rows + 3, shape.topk), 12345, dtype=torch.int32, device=device)
         angles = torch.rand(self.columns + 1, 32, generator=self.generator) * 6.28
@@ -71,9 +65,9 @@ class IndexCase:
             indexer=self._indexer(),
             selection=SimpleNamespace(topk_indices=self.selection, candidate_blocks=None),
         )
-        self.x = self._normal(self.rows, shape.hidden).bfloat16()
-        self.q = (2 * self._normal(self.rows, shape.heads * 128)).bfloat16()
-        self.qr = self._normal(self.rows, shape.q_rank).bfloat16()
+        self.x = self.normal(self.rows, shape.hidden).bfloat16()
+        self.q = (2 * self.normal(self.rows, shape.heads * 128)).bfloat16()
+        self.qr = self.normal(self.rows, shape.q_rank).bfloat16()
         for given in (self.x, self.q, self.qr):
             given[~self.live] = torch.nan
 
@@ -87,18 +81,15 @@ class IndexCase:
             ours.copy_(its)
         self.restore(other.cache_bytes())
 
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device)
-
     def _plain(self, rows: int, columns: int) -> Linear:
-        return Linear((self._normal(rows, columns) * columns**-0.5).bfloat16())
+        return Linear((self.normal(rows, columns) * columns**-0.5).bfloat16())
 
     def _compressor(self) -> Any:
         ratio = self.shape.ratio
         return SimpleNamespace(
             ratio=ratio,
             fused_wkv_wgate=self._plain(512 * ratio, self.shape.hidden),
-            norm=(1 + 0.2 * self._normal(512)).bfloat16(),
+            norm=(1 + 0.2 * self.normal(512)).bfloat16(),
             eps=1e-20,
             state_cache=self.rings if ratio > 1 else None,
         )
@@ -113,7 +104,7 @@ class IndexCase:
             wq_b=fp8_linear(self.seed, shape.heads * 128, shape.q_rank, shape.q_rank**-0.5, self.device),
             weights_proj=self._plain(shape.heads, shape.hidden),
             wk=self._plain(128, 512) if shape.compressor else None,
-            k_norm=(1 + 0.2 * self._normal(128)).bfloat16() if shape.compressor else None,
+            k_norm=(1 + 0.2 * self.normal(128)).bfloat16() if shape.compressor else None,
             k_cache=self.key_cache,
         )
 
@@ -131,26 +122,7 @@ class IndexCase:
         page = -(-shape.states * record // 576) * 576
         buffer = torch.full((blocks, 3 * page), 0xFF, dtype=torch.uint8, device=self.device)
         view = buffer.view(-1).as_strided((blocks, shape.states, record), (3 * page, record, 1), page)
-        return view, self._meta(shape.states, table, self.positions.cpu(), shape.ratio)
-
-    def _meta(self, states: int, table: Tensor, positions: Tensor, ratio: int) -> CacheMetadata:
-        """Rows write where they close a group of `ratio` positions."""
-        shape, device = self.shape, self.device
-        owner = torch.arange(len(self.contexts), dtype=torch.int32).repeat_interleave(shape.count)
-        own = (positions // ratio).clamp_max(table.shape[1] * states - 1)
-        slots = table[owner.long(), own // states].long() * states + own % states
-        wanted = self.live.cpu() & ((positions + 1) % ratio == 0)
-        return CacheMetadata(
-            num_prefills=0,
-            num_decodes=len(self.contexts),
-            num_decode_tokens=self.rows,
-            max_seq_len=self.columns,
-            states=states,
-            slot_mapping=slots.where(wanted, -1).to(device),
-            block_table=table.to(device),
-            token_to_req=owner.to(device),
-            query_start_loc=torch.arange(0, self.rows + 1, shape.count, dtype=torch.int32, device=device),
-        )
+        return view, self.metadata(shape.states, table, self.positions.cpu(), shape.ratio, self.columns)
 
     def _fill_keys(self) -> None:
         """Index keys of any numbers in all blocks but the first."""

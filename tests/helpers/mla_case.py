@@ -1,6 +1,6 @@
 """Decode batches for sparse MLA: caches with blocks in no order, ragged contexts, selections; and what is right."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specialized_decode.attention import SparseIndexTables, SparseMlaDecode, reference
 from specialized_decode.backbone.cache import CacheMetadata
+from tests.helpers.decode_batch import DecodeBatch
 
 RECORD, WINDOW_STATES = 584, 32
 
@@ -27,22 +28,14 @@ class Shape:
 
 
 @dataclass
-class MlaCase:
-    """One layer and one step's batch. contexts: tokens of each request, this step's included; 0 for padding."""
+class MlaCase(DecodeBatch):
+    """One layer and one step's batch."""
 
     shape: Shape
-    contexts: tuple[int, ...]
-    seed: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shape, device = self.shape, self.device
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.rows = len(self.contexts) * shape.count
-        lengths = torch.tensor(self.contexts).repeat_interleave(shape.count)
-        behind = torch.arange(shape.count - 1, -1, -1).repeat(len(self.contexts))
-        self.positions = (lengths - 1 - behind).clamp_min(0).to(device)
-        self.live = (lengths > behind).to(device)
         longest = max(*self.contexts, 1)
         # Tokens before the window lie nowhere any more.
         spans = [(max(0, c - shape.window - shape.count), c) for c in self.contexts]
@@ -66,17 +59,17 @@ class MlaCase:
             window_size=shape.window,
             index_source=2 if shape.ratio else None,
             selection=SimpleNamespace(topk_indices=self.selection),
-            sinks=self._normal(shape.heads).float(),
+            sinks=self.normal(shape.heads).float(),
             cos_sin=torch.cat((angles.cos(), angles.sin()), 1).to(device),
             scale=512**-0.5,
             eps=1e-20,
-            q_norm=(1 + 0.2 * self._normal(shape.q_rank)).bfloat16(),
-            kv_norm=(1 + 0.2 * self._normal(512)).bfloat16(),
+            q_norm=(1 + 0.2 * self.normal(shape.q_rank)).bfloat16(),
+            kv_norm=(1 + 0.2 * self.normal(512)).bfloat16(),
             window_cache=self.window_cache,
             compressed_cache=self.compressed_cache,
         )
-        self.projected = self._normal(self.rows, shape.q_rank + 512).bfloat16()
-        self.q = (2 * self._normal(self.rows, shape.heads, 512)).bfloat16()
+        self.projected = self.normal(self.rows, shape.q_rank + 512).bfloat16()
+        self.q = (2 * self.normal(self.rows, shape.heads, 512)).bfloat16()
         self.projected[~self.live], self.q[~self.live] = torch.nan, torch.nan
 
     def load(self, other: "MlaCase") -> None:
@@ -98,9 +91,6 @@ class MlaCase:
     def caches(self) -> Any:
         return SimpleNamespace(window=self.window, compressed=self.compressed)
 
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device)
-
     def _cache(self, states: int, spans: list[tuple[int, int]]) -> tuple[Tensor, CacheMetadata]:
         """A cache that is the middle one of three in its blocks, and its metadata. spans: the states that a request
         holds, in blocks of its own in no order. Block 0, where tables point to else, holds no numbers."""
@@ -117,21 +107,7 @@ class MlaCase:
         buffer[1:, page : page + states * 576] = data
         buffer[1:, page + states * 576 : page + states * RECORD] = scales
         view = buffer.to(self.device).view(-1).as_strided((blocks, states, RECORD), (3 * page, RECORD, 1), page)
-        owner = torch.arange(requests, dtype=torch.int32).repeat_interleave(self.shape.count)
-        own = self.positions.cpu().clamp_max(columns * states - 1)
-        slots = table[owner.long(), own // states].long() * states + own % states
-        meta = CacheMetadata(
-            num_prefills=0,
-            num_decodes=requests,
-            num_decode_tokens=self.rows,
-            max_seq_len=columns * states,
-            states=states,
-            slot_mapping=slots.where(self.live.cpu(), -1).to(self.device),
-            block_table=table.to(self.device),
-            token_to_req=owner.to(self.device),
-            query_start_loc=torch.arange(0, self.rows + 1, self.shape.count, dtype=torch.int32, device=self.device),
-        )
-        return view, meta
+        return view, self.metadata(states, table, self.positions.cpu(), 1, columns * states)
 
     def tables(self, ops: Any = None) -> tuple[Tensor, Tensor | None]:
         """The window's slots and the selection's."""

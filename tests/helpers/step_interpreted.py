@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when it is imported, so this runs in a process of 
 import here at the top may import Triton.
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,25 @@ def run_interpreted(path: str) -> None:
     prepare_interpreter(_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     torch.save({**_boundary_cases(), **_mixes_cases()}, Path(path))
+
+
+def in_interpreter(run: Callable[[str], None], path: Path, seconds: float) -> Any:
+    """What `run` saves under the path that it is given, in a process of its own in which kernels are interpreted."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(str(path),))
+        process.start()
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, f"the interpreter's process ended with {process.exitcode}"
+    return torch.load(path)
 
 
 def prepare_interpreter(assembly: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client import CollectorRegistry, Counter, generate_latest
+from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionLogProbs,
@@ -29,6 +31,7 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from tests.gpu.http_phases import serve_command
 from tests.gpu.http_traffic import MODEL, Alone, Asked, Given, answer_failures, ask, soak
 from tests.gpu.server import Metrics
+from tests.gpu.worker_plugin import FORCED, take_forced_tokens
 
 GONE: list[int] = []
 
@@ -50,12 +53,17 @@ app = FastAPI()
 @app.post("/v1/completions")
 async def completions(raw: Request) -> Any:
     request = CompletionRequest(**await raw.json())
+    params = request.to_sampling_params(request.max_tokens or 0, {})
+    forced = params.trace_decode_token_ids
+    assert params.logprobs == 20 and params.ignore_eos and forced == (request.vllm_xargs or {}).get(FORCED)
     assert request.model == MODEL and request.ignore_eos and request.return_tokens_as_token_ids
     assert request.temperature == 0 and request.logprobs == 20 and isinstance(request.prompt, list)
     count = request.max_tokens or 0
     usage = UsageInfo(prompt_tokens=len(request.prompt), completion_tokens=count, total_tokens=0)
     if not request.stream:
-        choice = CompletionResponseChoice(index=0, text="x", logprobs=logprobs(0, count), finish_reason="length")
+        given = logprobs(0, count)
+        given.tokens = [f"token_id:{token}" for token in forced or ()]
+        choice = CompletionResponseChoice(index=0, text="x", logprobs=given, finish_reason="length")
         return JSONResponse(CompletionResponse(model=MODEL, choices=[choice], usage=usage).model_dump())
 
     async def chunks() -> AsyncIterator[str]:
@@ -78,6 +86,13 @@ async def completions(raw: Request) -> Any:
             raise
 
     return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the server: requests may name the tokens that they get."""
+    monkeypatch.setattr(SamplingParams, "from_optional", SamplingParams.from_optional)
+    take_forced_tokens()
 
 
 @contextmanager
@@ -125,9 +140,9 @@ def test_several_clients_and_the_engine_alone() -> None:
         assert len(answers) > 10 and answer_failures(answers) == []
         with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             engine = Alone(client)
-            assert all(engine.judge(given).failures(0.0) == [] for given in answers)
-            wrong = Given(Asked(0, 3), [answers[0].steps[0]] * 2)
-            assert len(engine.judge(wrong).failures(0.0)) == 1
+            assert all(engine.difference(given).differing == 0 for given in answers)
+            wrong = Given(Asked(0, 3), [replace(answers[0].steps[0], logprob=-0.75, top={})] * 2)
+            assert engine.difference(wrong).largest == 0.25
 
 
 def test_a_server_that_is_gone() -> None:
@@ -152,13 +167,21 @@ def test_vllm_takes_the_command(tmp_path: Path, executor: dict[str, Any] | None)
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = serve_command(SimpleNamespace(folder=tmp_path, ranks=2), executor)  # type: ignore[arg-type]
+    command = serve_command(SimpleNamespace(folder=tmp_path, ranks=2), executor, 8123)  # type: ignore[arg-type]
     assert command[:2] == ["vllm.entrypoints.cli.main", "serve"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
     validate_parsed_serve_args(args)
     # As `vllm serve` does.
     args.model = args.model_tag
     engine = AsyncEngineArgs.from_cli_args(args)
-    assert engine.tensor_parallel_size == 2 and engine.enable_prefix_caching is False
+    assert engine.tensor_parallel_size == 2 and engine.enable_prefix_caching is False and engine.enable_trace_replay
+    assert engine.kv_cache_memory_bytes == 8 << 30 and engine.gpu_memory_utilization == 0.25
     assert engine.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 8]
     assert (engine.additional_config or {}) == (executor or {})
+
+
+def test_forced_tokens_become_a_replay() -> None:
+    request = CompletionRequest(model=MODEL, prompt=[1], vllm_xargs={FORCED: [7, 129264, 9]}, max_tokens=3)
+    params = request.to_sampling_params(3, {})
+    assert params.trace_decode_token_ids == [7, 129264, 9] and params.max_tokens == 3
+    assert CompletionRequest(model=MODEL, prompt=[1]).to_sampling_params(3, {}).trace_decode_token_ids is None

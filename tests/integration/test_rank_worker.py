@@ -20,7 +20,7 @@ from tests.gpu.rank_worker import EXTENSION, RankWorker, row_hashes
 def test_the_extension_takes_no_name_of_vllms_worker() -> None:
     assert resolve_obj_by_qualname(EXTENSION) is RankWorker
     names = [name for name in dir(RankWorker) if not name.startswith("__")]
-    assert names == ["tests_count", "tests_memory", "tests_take", "tests_watch"]
+    assert names == ["tests_count", "tests_memory", "tests_stall", "tests_take", "tests_watch"]
     assert not any(hasattr(Worker, name) for name in names)
 
 
@@ -66,3 +66,30 @@ def test_a_refusing_rank_tells_how_long_it_took(
     with pytest.raises(config.UnsupportedDeployment, match="lacking"):
         _config(lambda vllm_config: None)(asked)
     assert re.fullmatch(r"rank 1: refused after 0\.\d+ s\n", capsys.readouterr().out)
+
+
+def test_one_rank_can_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its executor's steps begin with a wait, which its worker sets; the other rank's do not."""
+    from specialized_decode.runtime.executor import SpecializedDecode
+    from tests.gpu.stall import stall_steps
+
+    said: list[str] = []
+
+    class Stall:
+        def wait(self) -> None:
+            said.append("wait")
+
+        def begin(self) -> None:
+            said.append("begin")
+
+    monkeypatch.setattr(SpecializedDecode, "__init__", lambda self: said.append("built"))
+    monkeypatch.setattr(SpecializedDecode, "run", lambda self, *args: said.append(f"run {args}"))
+    stall_steps(Stall)
+    executor: Any = SpecializedDecode()  # type: ignore[call-arg]
+    executor.run(1, 2)
+    worker: Any = RankWorker()
+    worker.model_runner = SimpleNamespace(model_state=SimpleNamespace(executor=executor))
+    assert worker.tests_stall()
+    assert said == ["built", "wait", "run (1, 2)", "begin"]
+    worker.model_runner.model_state.executor = SimpleNamespace()
+    assert not worker.tests_stall()

@@ -53,6 +53,7 @@ def test_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = config(folder, drafts.GRAPH_SIZES, drafts_phases.settings(EXECUTOR_OPTION), monkeypatch)
     assert found.speculative_config.synthetic_acceptance_rates == list(drafts.RATES["mixed"] or ())
     assert found.speculative_config.draft_model_config.hf_config.architectures
+    assert found.cache_config.kv_cache_memory_bytes == 8 << 30
     assert found.compilation_config.cudagraph_capture_sizes == list(drafts.GRAPH_SIZES)
     assert refused(found) == []
 

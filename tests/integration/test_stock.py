@@ -5,15 +5,18 @@ ships beside them, and functions of its input and its layer in the place of atte
 """
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from specialized_decode.runtime import DecodeConfig, SpecializedDecode, UnsupportedTarget, step_gates
+from tests.gpu import attention_phases
+from tests.gpu.attention_phases import VLLM, Constants, LeftOut
 from tests.integration import vllm_model
 
 ROWS = (1, 2, 7, 49, 384)
@@ -202,6 +205,113 @@ def test_same_bits(
     assert torch.equal(buffers[0].nan_to_num(7.0), buffers[1].nan_to_num(7.0))
     assert sublayers.calls == expected_calls
     assert any(what == "engram" for what, _ in sublayers.calls) == engram
+
+
+@pytest.mark.parametrize("kind", attention_phases.KINDS)
+def test_attention_is_left_out_on_both_sides(
+    model: Any, executor: SpecializedDecode, sublayers: Sublayers, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of the layers asked for alone, whoever calls; then all attention is there again."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    numbers, inputs = attention_phases.layers_by_kind(model), Inputs(model, 7)
+    for plan in executor.layers:
+        assert plan.layer_id in numbers[attention_phases.kind_of(plan.layer.attn)]
+    out = numbers[kind]
+    with LeftOut(model, executor, out, Constants.of(executor, 8).attention) as left:
+        expected, _ = by_vllm(model, inputs, True)
+        assert left.calls == len(out) > 0
+        by_stock, sublayers.calls = sublayers.calls, []
+        found = step_gates(7, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    assert left.calls == 2 * len(out)
+    assert isinstance(found, Tensor) and torch.equal(found, expected)
+    assert sublayers.calls == by_stock
+    called = {i for what, i in by_stock if what == "attention"}
+    assert called == set(range(len(model.model.layers))) - set(out)
+    whole, _ = by_vllm(model, inputs, True)
+    assert not torch.equal(whole, expected)
+    found = step_gates(7, executor).run(inputs.x, inputs.positions, inputs.input_ids, inputs.hashes, inputs.mask)
+    assert isinstance(found, Tensor) and torch.equal(found, whole)
+
+
+def test_vllms_side_plans_no_step(model: Any, executor: SpecializedDecode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "refusal", lambda positions, tensors: None)
+    positions = torch.arange(2)
+    assert executor.plan(positions, None) is not None
+    with attention_phases.on_side(executor, VLLM, Constants.of(executor, 8).mixes):
+        assert executor.plan(positions, None) is None
+    assert executor.plan(positions, None) is not None
+
+
+def test_rows_are_routed_alike(model: Any, executor: SpecializedDecode) -> None:
+    """By the biases that both vLLM's router and the executor's kernels read; they come back."""
+    from specialized_decode.moe import reference
+
+    layers = model.model.layers
+    before = [layer.ffn.gate.e_score_correction_bias.clone() for layer in layers]
+    generator, chosen = torch.Generator().manual_seed(1), []
+    with attention_phases.fixed_routing(layers):
+        for number, (layer, plan) in enumerate(zip(layers, executor.layers, strict=True)):
+            ffn, experts = plan.layer.ffn, layer.ffn.gate.weight.shape[0]
+            assert layer.ffn.experts.router.e_score_correction_bias.data_ptr() == ffn.bias.data_ptr()
+            logits = torch.randn(8, experts, generator=generator) * 30
+            ids, _ = reference.select_experts(logits, ffn.bias, ffn.image_bias, torch.arange(8), ffn.topk, ffn.scaling)
+            assert (ids.sort(1).values == ids[0].sort().values).all()
+            assert set(ids[0].tolist()) == {(number * ffn.topk + i) % experts for i in range(ffn.topk)}
+            chosen.append(frozenset(ids[0].tolist()))
+    assert len(set(chosen)) > 1
+    for layer, bias in zip(layers, before, strict=True):
+        assert torch.equal(layer.ffn.gate.e_score_correction_bias, bias)
+
+
+def test_vllm_has_what_is_called(model: Any) -> None:
+    """Of its runner and its layers, by the phases that no test here can run."""
+    from vllm.v1.worker.gpu.input_batch import InputBuffers
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    assert "profile_only" in inspect.signature(GPUModelRunner.capture_model).parameters
+    assert callable(GPUModelRunner.get_model)
+    assert InputBuffers(2, 4, torch.device("cpu")).seq_lens.shape == (2,)
+    for layer in model.model.layers:
+        theirs = list(inspect.signature(type(layer.attn).forward).parameters)
+        assert theirs == list(inspect.signature(LeftOut._forward).parameters)
+
+
+def test_graphs_are_captured_beside_those_there_are(model: Any) -> None:
+    """An engine goes on with its own, also after an error."""
+
+    class Manager:
+        graphs: ClassVar[dict[Any, str]] = {}
+
+    class Runner:
+        vllm_config, cudagraph_manager = model.model.vllm_config, Manager()
+        error: Exception | None = None
+
+        def capture_model(self, profile_only: bool) -> None:
+            from vllm.config import get_current_vllm_config
+
+            assert profile_only and get_current_vllm_config() is self.vllm_config
+            assert not self.cudagraph_manager.graphs, "vLLM captures no graph twice"
+            for rows in (8, 1):
+                self.cudagraph_manager.graphs[descriptor(rows)] = f"new {rows}"
+            if self.error is not None:
+                raise self.error
+
+    runner, own = Runner(), {descriptor(rows): f"own {rows}" for rows in (8, 1)}
+    runner.cudagraph_manager.graphs.update(own)
+    assert attention_phases.capture(runner) == {8: "new 8", 1: "new 1"}
+    assert runner.cudagraph_manager.graphs == own
+    runner.error = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        attention_phases.capture(runner)
+    assert runner.cudagraph_manager.graphs == own
+
+
+def descriptor(rows: int) -> Any:
+    """vLLM's key of a decode graph."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    return BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, rows, 1)
 
 
 def test_outputs_are_partial_within_a_step_alone(model: Any, executor: SpecializedDecode, sublayers: Sublayers) -> None:

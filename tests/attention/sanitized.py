@@ -1,0 +1,138 @@
+"""Every kernel of attention in every cut of a step of 1 and of 8 rows, for compute-sanitizer, which
+test_gpu_sanitizer.py runs. Eight rows are of a request each, or drafts, which read what the step itself stores."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).absolute().parent.parent.parent))
+
+import torch
+from torch import Tensor
+
+from specialized_decode.attention.fused import NormedLinear, project_fp8
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
+from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+from specialized_decode.attention.prepared import prepare_fp8
+from tests.attention.shapes import SHAPES
+from tests.helpers.index_case import IndexCase, bins_of, closed_groups, tied_scores
+from tests.helpers.index_case import Shape as IndexShape
+from tests.helpers.mla_case import MlaCase, Shape
+from tests.helpers.step_linear import fp8_linear
+
+# fused_wqa_wkv, and of four ranks and of eight wq_b, wo_a and wo_b. An indexer's wq_b has eight ranks' shape.
+PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
+HEADS = (16, 8)
+# Of all kernels together; counted where nothing is launched, too.
+LAUNCHES = 249
+# Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
+# a request each, and of four, which begin and end within a group of two and at its edges.
+ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
+BATCHES = (*ONE, ((1, 130, 513, 0, 1026, 131, 2, 700), 1), ((513, 512, 0, 2), 2))
+INDEXED = {"ratio 1": IndexShape(), "ratio 2": IndexShape(ratio=2, states=32), "consumer": IndexShape(compressor=False)}
+
+
+@contextmanager
+def recorded(launch: Callable[..., Any] | None = None) -> Iterator[Counter[str]]:
+    """Counts launches of Triton's kernels by name. launch: in place of the launch, (kernel, arguments)."""
+    from triton.runtime.jit import JITFunction
+
+    names: Counter[str] = Counter()
+    run = JITFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names[self.fn.__name__] += 1
+        return (launch or run)(self, *args, **kwargs)
+
+    JITFunction.run = counted
+    try:
+        yield names
+    finally:
+        JITFunction.run = run
+
+
+def projections(device: torch.device) -> list[Tensor]:
+    found = []
+    for n, k, groups in PROJECTIONS:
+        weight = torch.randint(0, 120, (n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        prepared = prepare_fp8(weight, torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device=device))
+        for rows in (1, 8):
+            found.append(
+                project_fp8(torch.ones(rows, groups * k, dtype=torch.bfloat16, device=device), prepared, groups)
+            )
+    for heads in HEADS:
+        wq_b = NormedLinear(fp8_linear(0, heads * 512, 1280, 1280**-0.5, device), 512)
+        for rows in (1, 8):
+            wide = torch.ones(rows, 1280 + 512, dtype=torch.bfloat16, device=device)
+            found.append(wq_b.normed(wide[:, :1280], torch.ones_like(wide[0, :1280]), 1e-20))
+    return found
+
+
+def sparse_mla(device: torch.device) -> list[Tensor]:
+    """Window alone and with a selection, settled or not, with the records stored ahead or by the launch itself."""
+    found, tables = [], FusedTables()
+    for heads in HEADS:
+        for contexts, count in BATCHES:
+            case = MlaCase(Shape(heads=heads, count=count), contexts, len(contexts), device)
+            fused = FusedSparseMla(heads, 128, 512, 8, device)
+            window, selected = case.tables(tables)
+            found.append(fused.norm_insert(case.attn, case.projected, case.positions, case.window)[case.live])
+            for slots, settled in ((None, True), (selected, True), (selected, False)):
+                found.append(fused(case.attn, case.q, case.positions, window, slots, settled))
+            latents = case.projected[:, 1280:]
+            for slots in (None, selected):
+                if fused.inserts(case.rows, slots is not None):
+                    given = case.attn, case.q, case.positions, window, slots, True, None, latents, case.window
+                    found.append(fused(*given))
+    return found
+
+
+def indexers(device: torch.device) -> list[Tensor]:
+    """A layer with a compressor of either ratio, and one without, whose scores candidates restrict."""
+    found = []
+    for name, shape in INDEXED.items():
+        for contexts, count in BATCHES:
+            case = IndexCase(replace(shape, count=count), contexts, len(contexts), device)
+            fused = FusedIndexer(case.attn, fused_bins(device))
+            inputs = fused.project(case.x)
+            if shape.compressor:
+                fused.compress(case.attn, inputs, case.positions, case.caches)
+            q, flags = fused.wq_b(case.qr), None
+            if name == "consumer":
+                flags = torch.rand(case.rows, case.columns, device=device) < 0.5
+            # The candidate source, of ratio 1, reads all columns.
+            for full in (False, True) if name == "ratio 1" else (False,):
+                scores = fused.scores(case.attn, q, inputs, case.positions, case.caches, flags, full)
+                found.append(fused.top(case.attn, scores, case.positions, case.caches))
+    return found
+
+
+def selections(device: torch.device) -> list[Tensor]:
+    """Scores that are alike, of which more are listed than are compared with each other; no numbers; infinities."""
+    case = IndexCase(IndexShape(), (1100, 513, 0), 5, device)
+    fused, found = FusedIndexer(case.attn, fused_bins(device)), []
+    for scores in tied_scores(case).values():
+        fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
+        found.append(fused.top(case.attn, scores, case.positions, case.caches))
+    return found
+
+
+def launch_all(device: torch.device) -> list[Tensor]:
+    """What the launches leave: numbers, or slots."""
+    return [*projections(device), *sparse_mla(device), *indexers(device), *selections(device)]
+
+
+def main() -> None:
+    with recorded() as names:
+        found = launch_all(torch.device("cuda"))
+    torch.cuda.synchronize()
+    assert all(tensor.isfinite().all() for tensor in found)
+    print(f"launched {names.total()} times")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What compute-sanitizer is given on a GPU: every kernel, in every cut of a step of 1 and of 8 rows."""
+
+import ast
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specialized_decode.attention import kernels, mla_tuning
+from specialized_decode.attention.fused_mla import MAX_INSERTED
+from tests.attention import sanitized
+
+CUT = ("GROUP", "TILES", "SPLITS", "SLICES", "TOPK", "SETTLED", "INSERT")
+
+
+def launched() -> dict[str, list[dict[str, Any]]]:
+    """The compile-time arguments of each launch by kernel; nothing is launched."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found[kernel.fn.__name__].append(kwargs | {"grid": grid})
+
+    with sanitized.recorded(launch) as names:
+        sanitized.launch_all(torch.device("cpu"))
+    assert names == {name: len(calls) for name, calls in found.items()}
+    return found
+
+
+def kernel_names() -> set[str]:
+    """Functions of attention/kernels that are launched: those with a Triton decorator whose name says so."""
+    (folder,) = kernels.__path__
+    functions = [
+        node
+        for path in Path(folder).glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {
+        one.name for one in functions if one.name.endswith("_kernel") and "jit" in ast.unparse(one.decorator_list[0])
+    }
+
+
+def test_every_kernel_in_every_cut() -> None:
+    found = launched()
+    assert set(found) == kernel_names()
+    assert sum(len(calls) for calls in found.values()) == sanitized.LAUNCHES
+    attention = {(call["grid"], *(call[name] for name in CUT)) for call in found["sparse_mla_kernel"]}
+    for rows, heads, topk in product((1, 8), sanitized.HEADS, (0, 512)):
+        cut = mla_tuning.sparse_mla(rows, heads, 128, topk)
+        launch = (cut.splits, cut.groups * cut.slices, rows), cut.group, cut.tiles, cut.splits, cut.slices, topk
+        # A window alone is settled; what a launch stores itself, too.
+        assert {(*launch, True, 0), *([(*launch, False, 0)] if topk else [])} <= attention, (
+            f"{rows} rows, {heads} heads"
+        )
+        assert not cut.inserts or (*launch, True, MAX_INSERTED) in attention, f"{rows} rows, {heads} heads"
+    projected = {tuple(call[name] for name in ("N", "K", "GROUPS", "NORM")) for call in found["projection_kernel"]}
+    assert projected == {(*shape, False) for shape in sanitized.PROJECTIONS} | {
+        (heads * 512, 1280, 1, True) for heads in sanitized.HEADS
+    }
