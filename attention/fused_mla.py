@@ -10,11 +10,15 @@ from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.kernels.index_tables import slots_kernel
 from specialized_decode.attention.kernels.norm_insert import norm_insert_kernel
 from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
+from specialized_decode.attention.mla import Settled
 from specialized_decode.attention.views import AttentionView, CacheView
 
 RECORD = 584
 # Rows whose records a launch of sparse MLA stores itself: those of a low-batch step. A power of two.
 MAX_INSERTED = 8
+# How layers launch sparse MLA: with a selection or without, and what is settled. A window alone always is; a selection
+# is not where the layer makes it itself.
+WAYS = ((False, Settled.ALL), (True, Settled.ALL), (True, Settled.WINDOW), (True, Settled.NOTHING))
 
 
 def log2_states(states: int) -> int:
@@ -103,9 +107,8 @@ class FusedSparseMla:
         launches = [
             (rows, tuning.sparse_mla(rows, heads, window, n)) for rows in range(1, max_rows + 1) for n in (0, topk)
         ]
-        nothing = torch.full((1,), -1, dtype=torch.int32, device=device).view(torch.float32)
-        # Where splits leave what is added up; of marked launches apart, whose words are missing between launches.
-        self._partial, self._statistics = {False: nothing, True: nothing}, {False: nothing, True: nothing}
+        # Where splits leave what is added up.
+        self._partial = self._statistics = torch.empty(1, dtype=torch.float32, device=device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
         for rows, launch in sorted(launches, key=lambda one: -one[0] * one[1].programs):
@@ -155,7 +158,7 @@ class FusedSparseMla:
         positions: Tensor,
         window: Tensor,
         selected: Tensor | None,
-        settled: bool,
+        settled: Settled,
         launch: tuning.SparseMla | None = None,
         latents: Tensor | None = None,
         metadata: CacheView | None = None,
@@ -163,10 +166,9 @@ class FusedSparseMla:
         """q: [T, heads, 512] bfloat16 as projected; window: [T, window] and selected: [T, topk] int64 slots, -1 for
         none, the second None without a compressed cache -> head outputs [T, heads, 512] bfloat16, turned back.
 
-        settled: slots, and the records there, were written by launches before the preceding one, and may be read ahead
-        of it. launch: how the launch is cut, None for `tuning`'s choice. latents: [T, 512] bfloat16 columns of a wider
-        tensor, as settled as slots, of up to MAX_INSERTED rows: normed, turned and stored in the window's cache, whose
-        metadata is there then; None where they are there. Raises ValueError for other shapes.
+        settled: of the tables, records, latents and queries. launch: how the launch is cut, None for `tuning`'s choice.
+        latents: [T, 512] bfloat16 columns of a wider tensor, of up to MAX_INSERTED rows: normed, turned and stored in
+        the window's cache, whose metadata is there then; None where they are there. Raises ValueError for other shapes.
         """
         rows, heads = q.shape[0], attn.num_heads
         if not 0 < rows <= self.max_rows:
@@ -185,7 +187,6 @@ class FusedSparseMla:
         cut = launch or tuning.sparse_mla(rows, heads, self.window, topk)
         if launch is not None:
             self._reserve(rows, launch)
-        partial = self._partial[cut.marked]
         out, given = torch.empty_like(q), latents is not None
         if latents is None:
             latents, request, slots = q, positions, positions
@@ -202,8 +203,8 @@ class FusedSparseMla:
             window,
             *compressed[:2],
             window if selected is None else selected,
-            partial.view(torch.float16) if cut.half else partial,
-            self._statistics[cut.marked],
+            self._partial,
+            self._statistics,
             self._arrived,
             out,
             attn.scale,
@@ -224,10 +225,9 @@ class FusedSparseMla:
             TILES=cut.tiles,
             SPLITS=cut.splits,
             SLICES=cut.slices,
-            SETTLED=settled,
+            SETTLED=int(settled),
             EARLY=cut.early,
             SPREAD=cut.spread,
-            MARKED=cut.marked,
             INSERT=MAX_INSERTED if given else 0,
             num_warps=cut.warps,
             # The compiler's own pipeline would hold a second tile in shared memory.
@@ -244,13 +244,10 @@ class FusedSparseMla:
         if programs > self._arrived.numel():
             self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
-        sizes = rows * launch.partial, programs * launch.group * (launch.sharers if launch.marked else 1)
-        for scratch, size in zip((self._partial, self._statistics), sizes, strict=True):
-            if size > scratch[launch.marked].numel():
-                self._outgrown.append(scratch[launch.marked])
-                # Ones in all bits: missing.
-                missing = torch.full((size,), -1, dtype=torch.int32, device=device)
-                scratch[launch.marked] = missing.view(torch.float32)
+        for name, size in (("_partial", rows * launch.partial), ("_statistics", programs * launch.group)):
+            if size > (scratch := getattr(self, name)).numel():
+                self._outgrown.append(scratch)
+                setattr(self, name, torch.empty(size, dtype=torch.float32, device=device))
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its
@@ -273,13 +270,11 @@ class FusedSparseMla:
             self.norm_insert(layer, projected, positions, meta)
             window, selected = tables.window(meta, positions, self.window), tables.selected(meta, selection, meta)
             q = torch.zeros(rows, self.heads, attn.head_dim, dtype=torch.bfloat16, device=device)
-            # What reads a window alone makes no selection, and need not wait for one.
-            for slots, settled in ((None, True), (selected, True), (selected, False)):
-                self(layer, q, positions, window, slots, settled)
             latents = projected[:, attn.q_lora_rank :]
-            for slots in (None, selected):
-                if self.inserts(rows, slots is not None):
-                    self(layer, q, positions, window, slots, True, None, latents, meta)
+            for slots, settled in WAYS:
+                self(layer, q, positions, window, selected if slots else None, settled)
+                if settled != Settled.NOTHING and self.inserts(rows, slots):
+                    self(layer, q, positions, window, selected if slots else None, settled, None, latents, meta)
 
 
 def _warm_metadata(rows: int, device: torch.device) -> SimpleNamespace:

@@ -1,7 +1,6 @@
 """Launch configurations of the index kernels: pure functions. Most of their numbers are not measured yet against
 others."""
 
-from enum import Enum
 from typing import NamedTuple
 
 # Rows up to which a step runs the index kernels: the head weights and the compressor are projected with rows as the
@@ -16,40 +15,9 @@ ROUND = 110
 MULTIPROCESSORS = 132
 
 
-class Beside(Enum):
-    """What runs on the indexer's stream, beside the other: queries, scores and selection, or `wq_b`. Or nothing: then
-    the former run ahead of the latter, and no stream is joined right before attention, which may read the selection's
-    records while `wq_b` runs, and store the step's own."""
-
-    INDEX = "index"
-    WQ_B = "wq_b"
-    NOTHING = "nothing"
-
-
-class Schedule(NamedTuple):
-    """How a source's launches lie on the streams: what runs on the indexer's; whether the compressor's programs run in
-    the scores' launch, which then waits for the projection alone; and whether that is joined ahead of `norm_insert`,
-    which has little to read ahead, rather than by the scores."""
-
-    beside: Beside
-    inside: bool
-    join_early: bool
-
-
-# With `inside`, which alone may join early; without, INDEX is faster on an H200 than NOTHING, for every kind of layer
-# at 1 and 8 rows and a context of 8192: by 0.3 to 13 us. None with it, nor WQ_B, is measured.
-SCHEDULES = (
-    Schedule(Beside.WQ_B, True, True),
-    Schedule(Beside.WQ_B, True, False),
-    Schedule(Beside.WQ_B, False, False),
-    Schedule(Beside.INDEX, True, True),
-    Schedule(Beside.INDEX, True, False),
-    Schedule(Beside.INDEX, False, False),
-    Schedule(Beside.NOTHING, True, True),
-    Schedule(Beside.NOTHING, True, False),
-    Schedule(Beside.NOTHING, False, False),
-)
-SCHEDULE = SCHEDULES[1]
+# Whether the compressor's programs run in the scores' launch, which then waits for the projection alone, or in a launch
+# of their own ahead of it.
+INSIDE = True
 
 # The compressor's warps in a launch of its own, and the sixteenths of `wk` that a program holds ahead of its wait: so
 # many that its registers still fit beside those of a projection's program.

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning, mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
-from specialized_decode.attention.mla import SparseMlaDecode
-from specialized_decode.attention.projections import FusedProjections, LowBatchLinear
+from specialized_decode.attention.mla import Settled, SparseMlaDecode
+from specialized_decode.attention.projections import FusedProjection, FusedProjections, LowBatchLinear
 from specialized_decode.attention.views import AttentionView, LayerCaches
 from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
 
@@ -130,38 +129,62 @@ class AttentionStep:
         settled = attn.indexer is None and attn.compressor is None
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
-        if kernels is not None:
-            inputs = self._index_inputs(kernels, x, positions, caches, step)
-        else:
-            self._compress(x, positions, caches, step)
-            index_weights = self._index_weights(x, step)
-        projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
-        if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
+        kernel = self.wq_b.kernel(step)
+        if self.index is not None and kernel is not None and step.rows <= index_tuning.MAX_ROWS:
+            return self._selecting(fused, self.index, kernel, x, positions, caches, step)
+        self._compress(x, positions, caches, step)
+        index_weights = self._index_weights(x, step)
+        projected = self.fused_wqa_wkv(x, step)
+        if settled and kernel is not None and fused.inserts(step.rows, caches.compressed is not None):
             qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
-            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
-            return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
-        schedule = index_tuning.SCHEDULE
-        if kernels is not None and schedule.join_early and not self._compresses_apart:
-            self.aux.compressor.join()
+            q = kernel.normed(qr, attn.q_norm, attn.eps)
+            return fused(attn, self._heads(q), positions, window, selected, Settled.ALL, None, latents, caches.window)
         qr = fused.norm_insert(attn, projected, positions, caches.window)
-        beside = schedule.beside if step.overlap_inputs else index_tuning.Beside.NOTHING
-        if kernels is not None:
-            if beside == index_tuning.Beside.WQ_B:
-                with self.aux.indexer.fork():
-                    q = self.wq_b(qr, step)
-            with self.aux.indexer.fork() if beside == index_tuning.Beside.INDEX else nullcontext():
-                selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
-            # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
-            settled = beside == index_tuning.Beside.NOTHING
-        else:
-            self._index(qr, index_weights, positions, caches, step)
-        if kernels is None or beside != index_tuning.Beside.WQ_B:
-            q = self.wq_b(qr, step)
+        self._index(qr, index_weights, positions, caches, step)
+        q = self.wq_b(qr, step)
         self.aux.join()
         if caches.compressed is not None and selected is None:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        return fused(attn, q.unflatten(1, (attn.num_heads, attn.head_dim)), positions, window, selected, settled)
+        return fused(attn, self._heads(q), positions, window, selected, Settled.ALL if settled else Settled.NOTHING)
+
+    def _selecting(
+        self,
+        fused: "FusedSparseMla",
+        kernels: "FusedIndexer",
+        wq_b: FusedProjection,
+        x: Tensor,
+        positions: Tensor,
+        caches: LayerCaches,
+        step: StepGates,
+    ) -> Tensor:
+        """As `_fused`, of a layer that selects positions by kernels.
+
+        The longest path is the selection's: projection, the indexer's queries, scores, selection, sparse MLA. So it
+        has the main stream, where each launch starts beside the one ahead of it. All else runs on the others and is
+        joined ahead of the scores, whose launch starts with what it reads of earlier steps. Sparse MLA, right behind
+        the selection, reads all but that ahead of its wait.
+        """
+        attn = self.attn
+        window = self.tables.window(attn, caches.window, positions)
+        with self._beside(self.aux.compressor, step):
+            inputs = kernels.project(x)
+            if self._compresses_apart:
+                kernels.compress(attn, inputs, positions, caches)
+        projected = self.fused_wqa_wkv(x, step)
+        qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
+        inserts = fused.inserts(step.rows, True)
+        with self._beside(self.aux.indexer, step):
+            q = wq_b.normed(qr, attn.q_norm, attn.eps)
+            if not inserts:
+                fused.norm_insert(attn, projected, positions, caches.window)
+        index_q = kernels.wq_b.normed(qr, attn.q_norm, attn.eps)
+        selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
+        given = (latents, caches.window) if inserts else (None, None)
+        return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW, None, *given)
+
+    def _heads(self, q: Tensor) -> Tensor:
+        """[T, heads * 512] -> [T, heads, 512]."""
+        return q.unflatten(1, (self.attn.num_heads, self.attn.head_dim))
 
     @staticmethod
     def _beside(stream: SideStream, step: StepGates) -> AbstractContextManager[None]:
@@ -220,37 +243,27 @@ class AttentionStep:
     @property
     def _compresses_apart(self) -> bool:
         """Whether the compressor has a launch of its own ahead of the scores', which its kernels then join."""
-        return self.attn.compressor is not None and (self.consumer is not None or not index_tuning.SCHEDULE.inside)
-
-    def _index_inputs(
-        self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
-    ) -> "IndexInputs":
-        """As `_compress` and `_index_weights`, in two launches; in one where the scores' compresses, or nobody."""
-        with self._beside(self.aux.compressor, step):
-            inputs = kernels.project(x)
-            if self._compresses_apart:
-                kernels.compress(self.attn, inputs, positions, caches)
-        return inputs
+        return self.attn.compressor is not None and (self.consumer is not None or not index_tuning.INSIDE)
 
     def _fused_index(
         self,
         kernels: "FusedIndexer",
-        queries: Callable[[], Tensor],
+        q: Tensor,
         inputs: "IndexInputs",
         positions: Tensor,
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """As `_index`, on the current stream in three launches, of which the last makes the table too: the selection's
-        slots [T, topk]. queries: projects them."""
+        """Joins the streams beside, then scores and selects in two launches, of which the last makes the table too:
+        the selection's slots [T, topk]. q: the indexer's queries as projected."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
-        q, flags, full = queries(), None, source is not None
+        flags, full = None, source is not None
         if consumer is not None and blocks is not None:
             width = max(caches.index.max_seq_len // indexer.ratio, 1)
             flags = consumer.join(blocks[: step.rows], width)
-        self.aux.compressor.join()
+        self.aux.join()
         if attn.compressor is None or self._compresses_apart:
             scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
         else:

@@ -32,6 +32,7 @@ from benchmarks.timing import replayed
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused import NormedLinear
 from specialized_decode.attention.fused_mla import MAX_INSERTED, RECORD, FusedSparseMla, FusedTables
+from specialized_decode.attention.mla import Settled
 from specialized_decode.backbone.linear import Linear
 
 WINDOW, TOPK, Q_RANK, WINDOW_STATES, STATES = 128, 512, 1280, 32, 64
@@ -147,7 +148,7 @@ class Ours:
         convert: bool = False,
         project: bool = False,
         attend: bool = True,
-        settled: bool = True,
+        settled: Settled = Settled.ALL,
         selected: bool = True,
         launch: tuning.SparseMla | None = None,
         beside: bool = False,
@@ -297,12 +298,7 @@ def cuts(layers: Layers) -> dict[str, Callable[[], object]]:
 
 def cut_name(launch: tuning.SparseMla) -> str:
     """A launch in words."""
-    extra = (
-        ", halves" * launch.half
-        + ", splits wait" * launch.spread
-        + ", marked" * launch.marked
-        + ", next waits" * (not launch.early)
-    )
+    extra = ", splits wait" * launch.spread + ", next waits" * (not launch.early)
     return f"{launch.splits} splits, {launch.slices} slices, {launch.keys} keys, {launch.warps} warps{extra}"
 
 
@@ -311,7 +307,7 @@ def chains_of(layers: Layers, stock: bool) -> dict[str, Callable[[], object]]:
     ours = Ours(layers)
     chains: dict[str, Callable[[], object]] = {
         "attention": ours.run,
-        "attention, nothing read ahead": lambda: ours.run(settled=False),
+        "attention, nothing read ahead": lambda: ours.run(settled=Settled.NOTHING),
         "attention, window alone": lambda: ours.run(selected=False),
         "norms and insert apart": lambda: ours.run(norms=True, convert=True),
     }

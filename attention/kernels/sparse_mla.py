@@ -220,6 +220,17 @@ def _last_query(q, at, inside, cos, sin):
 
 
 @triton.jit
+def _queries(q, at, inside, cos, sin):
+    return (
+        _query(q, at, inside, 0),
+        _query(q, at, inside, 1),
+        _query(q, at, inside, 2),
+        _query(q, at, inside, 3),
+        _last_query(q, at, inside, cos, sin),
+    )
+
+
+@triton.jit
 def _scores(keys, queries):
     scores = tl.dot(keys[4], queries[4])
     scores = tl.dot(keys[0], queries[0], scores)
@@ -319,21 +330,19 @@ def sparse_mla_kernel(
     SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
     SPREAD: tl.constexpr,
-    MARKED: tl.constexpr,
     INSERT: tl.constexpr,
 ):
     """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
     int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
     logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
-    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 or float16 and
+    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 and
     statistics: [programs, GROUP] float32; arrived: int32 a row, group and slice, multiples of ROUND, zero at first.
-    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were
-    written by launches before the preceding one. EARLY: the next launch may start beside this one. SPREAD: splits wait
-    for each other, so all of the launch must fit on the GPU at once. MARKED: they do so without a counter: the bits of
-    partial and statistics, of which a split leaves a copy a sharer, are ones before and afterwards. INSERT: none, or at
-    least as many as there are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a
-    launch before the preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the window's cache
-    at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
+    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: what launches before the
+    preceding one wrote, see `attention.mla.Settled`. EARLY: the next launch may start beside this one. SPREAD: splits
+    wait for each other, so all of the launch must fit on the GPU at once. INSERT: none, or at least as many as there
+    are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a launch before the
+    preceding one too where anything is settled, are normed by kv_norm [512] bfloat16, turned, and stored in the
+    window's cache at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
     COLUMNS: tl.constexpr = WIDTH // SLICES
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     ALL_TILES: tl.constexpr = WINDOW_TILES + (TOPK + KEYS - 1) // KEYS
@@ -348,8 +357,12 @@ def sparse_mla_kernel(
     turn = cos_sin + tl.load(positions + row) * BLOCK
     cos, sin = tl.load(turn + pair), tl.load(turn + HALF + pair)
     sink = tl.load(sinks + head, inside, other=0.0) * LOG2_E
-    if not SETTLED:
+    if SETTLED == 0:
         tl.extra.cuda.gdc_wait()
+    if SETTLED == 2:
+        queries = _queries(q, at, inside, cos, sin)
+        if first >= WINDOW_TILES:
+            tl.extra.cuda.gdc_wait()
     new = 0
     if INSERT > 0:
         new = _new_rows(token_to_req, slot_mapping, row, INSERT)
@@ -371,17 +384,12 @@ def sparse_mla_kernel(
     else:
         scales, words = _scales(place, valid), _all_words(data, valid)
     keys = _keys(words, scales, zero)
-    if SETTLED:
+    if SETTLED > 0:
         tl.extra.cuda.gdc_wait()
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    queries = (
-        _query(q, at, inside, 0),
-        _query(q, at, inside, 1),
-        _query(q, at, inside, 2),
-        _query(q, at, inside, 3),
-        _last_query(q, at, inside, cos, sin),
-    )
+    if SETTLED < 2:
+        queries = _queries(q, at, inside, cos, sin)
     peak, total = tl.full((GROUP,), LOWEST, tl.float32), tl.zeros((GROUP,), tl.float32)
     weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
     sums = _add(_no_sums(GROUP, SLICES), kept, keys, data, scales, valid, weights, part, SLICES)
@@ -412,24 +420,13 @@ def sparse_mla_kernel(
         inverse = (1 / tl.maximum(total, TINY))[None, :]
         place = partial + (own + split) * (COLUMNS * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
-            average = (sums[i] * inverse).to(partial.dtype.element_ty)
             quantized = (column + i * N < QUANTIZED)[:, None]
-            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, average, quantized & (local >= 0)[None, :])
+            own_column = (tl.arange(0, N) + i * N)[:, None]
+            tl.store(place + own_column * GROUP, sums[i] * inverse, quantized & (local >= 0)[None, :])
         if part == SLICES - 1:
-            rotated = (sums[COLUMNS // N] * inverse).to(partial.dtype.element_ty)
-            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None] * GROUP, rotated)
+            last = (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None]
+            tl.store(place + last * GROUP, sums[COLUMNS // N] * inverse)
         size = tl.maximum(peak + tl.log2(total), LOWEST)
-        if MARKED:
-            SHARING: tl.constexpr = _sharers(SPLITS)
-            copies = (own + split) * SHARING + tl.arange(0, SHARING)[:, None]
-            tl.store(statistics + copies * GROUP + local[None, :], tl.broadcast_to(size[None, :], (SHARING, GROUP)))
-            # All is on its way before anything is waited for.
-            tl.debug_barrier()
-            if split < SHARING:
-                _add_up_marked(
-                    partial, statistics, own, split, part, sink, turn, out, at, inside, GROUP, SPLITS, COLUMNS
-                )
-            return
         tl.store(statistics + (own + split) * GROUP + local, size)
         # A row's first split brings what the others leave.
         share = tl.where(split == 0, ROUND - SPLITS + 1, 1)
@@ -502,9 +499,9 @@ def _averages(partial, own, first, N: tl.constexpr, GROUP: tl.constexpr, SPLITS:
 @triton.jit
 def _mixed(averages, shares, SPLITS: tl.constexpr):
     """The splits' averages by their shares, added up in their order whoever comes last; [columns, heads] float32."""
-    result = averages[0].to(tl.float32) * shares[0][None, :]
+    result = averages[0] * shares[0][None, :]
     for s in tl.static_range(1, SPLITS):
-        result += averages[s].to(tl.float32) * shares[s][None, :]
+        result += averages[s] * shares[s][None, :]
     return result
 
 
@@ -516,17 +513,22 @@ def _sharers(splits):
 
 @triton.jit
 def _all_arrived(counter, now):
-    """Waits until a counter, `now` at this program's own arrival, is at its next multiple of ROUND; 0."""
+    """Waits until a counter, `now` at this program's own arrival, is at its next multiple of ROUND; 0. After some
+    seconds, 2^25 trips to the second-level cache, it ends the launch with an error."""
     return tl.inline_asm_elementwise(
         """{
-        .reg .pred there;
-        .reg .b32 seen, left;
+        .reg .pred there, late;
+        .reg .b32 seen, left, trips;
         mov.b32 seen, $2;
+        mov.b32 trips, 0;
         await:
         and.b32 left, seen, 4095;
         setp.eq.u32 there, left, 0;
         @there bra arrived;
         ld.acquire.gpu.global.u32 seen, [$1];
+        add.u32 trips, trips, 1;
+        setp.gt.u32 late, trips, 33554432;
+        @late trap;
         bra await;
         arrived:
         mov.b32 $0, 0;
@@ -565,85 +567,3 @@ def _add_up_share(
             mixed = _mixed(averages, _shares(sizes, sink, SPLITS), SPLITS)
             turned = _turned(tl.trans(mixed), cos, -sin).to(tl.bfloat16)
             tl.store(out + at[:, None] + (column + tl.arange(0, N))[None, :], turned, inside[:, None])
-
-
-# Sizes are read for every column, as a thread needs them: carried through a loop, they would else be converted to that
-# behind two barriers each.
-@triton.jit
-def _wide(numbers, N: tl.constexpr):
-    """[heads] -> [N, heads]."""
-    return tl.broadcast_to(numbers[None, :], (N, numbers.shape[0]))
-
-
-@triton.jit
-def _weighted(averages, shares, SPLITS: tl.constexpr):
-    """As `_mixed`, of shares [columns, heads]."""
-    result = averages[0].to(tl.float32) * shares[0]
-    for s in tl.static_range(1, SPLITS):
-        result += averages[s].to(tl.float32) * shares[s]
-    return result
-
-
-@triton.jit
-def _missing(words):
-    """1 where a word is not there yet."""
-    kind: tl.constexpr = tl.int32 if words.dtype.primitive_bitwidth == 32 else tl.int16
-    return (words.to(kind, bitcast=True) == -1).to(tl.int32)
-
-
-@triton.jit
-def _any_missing(sizes, averages, SPLITS: tl.constexpr):
-    """1 where any is missing."""
-    missing = _missing(averages[0]) | _missing(sizes[0])
-    for s in tl.static_range(1, SPLITS):
-        missing |= _missing(averages[s]) | _missing(sizes[s])
-    return tl.max(missing)
-
-
-@triton.jit
-def _now(place, step, SPLITS: tl.constexpr):
-    """What lies there now, of all splits, `step` apart."""
-    found = ()
-    for s in tl.static_range(SPLITS):
-        found = found + (tl.load(place + s * step, volatile=True),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _add_up_marked(
-    partial, statistics, own, split, part, sink, turn, out, at, inside,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """As `_add_up_share`. Words are read until all are there, and then marked as missing again: nobody else reads them,
-    and only the next launch writes them, behind its wait."""
-    MOST: tl.constexpr = _sharers(SPLITS)
-    SHARE: tl.constexpr = COLUMNS // MOST
-    N: tl.constexpr = SHARE if SHARE < BLOCK else BLOCK
-    local = tl.arange(0, GROUP)
-    own_sizes = statistics + (own * MOST + split) * GROUP + tl.broadcast_to(local[None, :], (N, GROUP))
-    wide = _wide(sink, N)
-    for i in tl.static_range(SHARE // N):
-        begin = split * SHARE + i * N
-        column = part * COLUMNS + begin
-        place = partial + (own * COLUMNS + begin + tl.arange(0, N)[:, None]) * GROUP + local[None, :]
-        # A turn by nothing, where there is none to make.
-        angle, rotates = turn + (column - QUANTIZED) // 2 + tl.arange(0, N // 2), column >= QUANTIZED
-        cos, sin = tl.load(angle, rotates, other=1.0), tl.load(angle + HALF, rotates, other=0.0)
-        sizes, averages = _now(own_sizes, MOST * GROUP, SPLITS), _now(place, COLUMNS * GROUP, SPLITS)
-        while _any_missing(sizes, averages, SPLITS) > 0:
-            sizes, averages = _now(own_sizes, MOST * GROUP, SPLITS), _now(place, COLUMNS * GROUP, SPLITS)
-        mixed = _weighted(averages, _shares(sizes, wide, SPLITS), SPLITS)
-        turned = _turned(tl.trans(mixed), cos, -sin).to(tl.bfloat16)
-        tl.store(out + at[:, None] + (column + tl.arange(0, N))[None, :], turned, inside[:, None])
-        for s in tl.static_range(SPLITS):
-            tl.store(place + s * (COLUMNS * GROUP), _nothing(averages[s]))
-        if i == SHARE // N - 1:
-            for s in tl.static_range(SPLITS):
-                tl.store(own_sizes + s * (MOST * GROUP), _nothing(sizes[s]))
-
-
-@triton.jit
-def _nothing(words):
-    """Words that are missing."""
-    kind: tl.constexpr = tl.int32 if words.dtype.primitive_bitwidth == 32 else tl.int16
-    return tl.full(words.shape, -1, kind).to(words.dtype, bitcast=True)

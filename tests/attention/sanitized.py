@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specialized_decode.attention.fused import NormedLinear, project_fp8
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
-from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+from specialized_decode.attention.fused_mla import WAYS, FusedSparseMla, FusedTables
+from specialized_decode.attention.mla import Settled
 from specialized_decode.attention.prepared import prepare_fp8
 from tests.attention.shapes import SHAPES
 from tests.helpers.index_case import IndexCase, bins_of, closed_groups, tied_scores
@@ -28,7 +29,7 @@ from tests.helpers.step_linear import fp8_linear
 PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
 HEADS = (16, 8)
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 298
+LAUNCHES = 326
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
@@ -81,13 +82,12 @@ def sparse_mla(device: torch.device) -> list[Tensor]:
             fused = FusedSparseMla(heads, 128, 512, 8, device)
             window, selected = case.tables(tables)
             found.append(fused.norm_insert(case.attn, case.projected, case.positions, case.window)[case.live])
-            for slots, settled in ((None, True), (selected, True), (selected, False)):
-                found.append(fused(case.attn, case.q, case.positions, window, slots, settled))
             latents = case.projected[:, 1280:]
-            for slots in (None, selected):
-                if fused.inserts(case.rows, slots is not None):
-                    given = case.attn, case.q, case.positions, window, slots, True, None, latents, case.window
-                    found.append(fused(*given))
+            for slots, settled in WAYS:
+                given = case.attn, case.q, case.positions, window, selected if slots else None, settled
+                found.append(fused(*given))
+                if settled != Settled.NOTHING and fused.inserts(case.rows, slots):
+                    found.append(fused(*given, None, latents, case.window))
     return found
 
 

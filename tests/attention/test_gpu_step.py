@@ -207,10 +207,10 @@ def test_nothing_beside(both: Both, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("schedule", index_tuning.SCHEDULES, ids=str)
-def test_schedules(both: Both, schedule: index_tuning.Schedule, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that tuning may choose; every replay gives the same bits."""
-    monkeypatch.setattr(index_tuning, "SCHEDULE", schedule)
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_compressor_s_place(both: Both, inside: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the scores' launch and ahead of it; every replay gives the same bits."""
+    monkeypatch.setattr(index_tuning, "INSIDE", inside)
     captured = both._capture(rows, both.steps[True], Gates(rows, True, True, True))
     monkeypatch.setitem(both.captured, (rows, True, True), captured)
     chosen, seed, first = [12, 11, 0, 5, -1, 10, 3, 9][:rows], 70 + rows, None

@@ -53,14 +53,14 @@ def run_interpreted(path: str) -> None:
     # A row's programs take several tiles each.
     index_tuning.MULTIPROCESSORS = 8
     # What it multiplies queries with is no Triton kernel.
-    fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
+    fused_index.NormedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
         try:
             _check(name)
         except AssertionError as error:
             failures[name] = str(error) or repr(error)
-    steps = {beside: _steps(beside, beside != "index") for beside in ("index", "wq_b", "nothing")}
+    steps = {"inside" if inside else "apart": _steps(inside) for inside in (True, False)}
     torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
 
 
@@ -140,9 +140,9 @@ def _ties() -> list[str]:
     return failures
 
 
-def _steps(beside: str, inside: bool) -> dict[str, Tensor]:
-    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. beside: what runs on
-    the indexer's stream; inside: whether the compressor runs in the scores' launch."""
+def _steps(inside: bool) -> dict[str, Tensor]:
+    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. inside: whether the
+    compressor runs in the scores' launch."""
     from specialized_decode.attention import (
         AttentionStep,
         CandidateOverlap,
@@ -160,8 +160,9 @@ def _steps(beside: str, inside: bool) -> dict[str, Tensor]:
     from tests.helpers.step_attention import CONFIG, CPU, LAYERS
     from tests.helpers.step_gates import Gates
 
-    index_tuning.SCHEDULE = index_tuning.Schedule(index_tuning.Beside(beside), inside, inside)
+    index_tuning.INSIDE = inside
     prepare_assembly(mla_interpreted._assembly)
+    mla_interpreted.interleave_programs()
     chosen = mla_interpreted.CHOSEN
     ours, device, gates = mla_interpreted.world(), EmulatedDevice(), Gates(len(chosen))
     compressor, indexer, candidates = (EmulatedStream(name, device) for name in ("compressor", "indexer", "candidates"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import reference
+from specialized_decode.attention.mla import Settled
 from specialized_decode.boundary import reference as boundary_reference
 from tests.helpers.mla_case import MlaCase, Shape
 from tests.helpers.step_attention import CONFIG, CPU, LAYERS, World
@@ -21,38 +22,26 @@ SMALL = {"window": 48, "topk": 16, "states": 64, "q_rank": 32}
 CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
 # As `tuning` cuts the launch; or tiles of a split and slices.
 TUNED = None
-# As `mla_launch` takes them behind its tiles: warps, keys, halves; splits wait for each other.
-SPREAD = (None, 64, False, True)
-# And without a counter; with halves too.
-MARKED, HALVES = (*SPREAD, True), (None, 64, True, True, True)
 # name -> the layer, its requests' contexts, and how launches are cut
 CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[Any, ...] | None, ...]]] = {
     "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (
-        Shape(heads=16, ratio=2, states=32),
-        (8192,),
-        (TUNED, (3, 2), (1, 8, *SPREAD), (3, 1, *MARKED), (1, 2, *HALVES)),
-    ),
-    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1, *MARKED))),
+    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2), (1, 8), (3, 1))),
+    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1))),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
-    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2, *SPREAD), (1, 2, *MARKED))),
-    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1, *MARKED), (1, 8, *SPREAD))),
+    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2))),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1), (1, 8))),
     "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
-    "4 heads, small widths": (
-        Shape(heads=4, **SMALL),
-        (1, 47, 48, 49, 0, 96),
-        ((1, 2), (1, 4, *SPREAD), (1, 4, *MARKED)),
-    ),
+    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2), (1, 4))),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2, *MARKED))),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2))),
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
 INSERTED: dict[str, tuple[Any, ...]] = {
     "first token": (1, 1),
-    "few drafts": (1, 1, *SPREAD),
+    "few drafts": (1, 1),
     "window only": (2, 1),
     "4 heads, small widths": (1, 1),
     "32 heads": (10, 2),
@@ -80,7 +69,7 @@ def run_interpreted(path: str) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.set_num_threads(1)
     prepare_interpreter(_assembly)
-    _interleave_programs()
+    interleave_programs()
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     found = {name: _outputs(name) for name in CASES}
     torch.save({**found, "steps, reused": _reused(), "steps": _steps()}, Path(path))
@@ -100,26 +89,31 @@ def _outputs(name: str) -> dict[str, Tensor]:
     tiles = tuning.key_tiles(shape.window, shape.topk if selected is not None else 0)
     for cut in CASES[name][2]:
         launch = None if cut is None else tuning.mla_launch(case.rows, shape.heads, tiles, *cut)
-        found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
+        if launch is not None and launch.spread:
+            # One split adds up all.
+            alone = launch._replace(spread=False)
+            found[f"alone {cut}"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, alone)
     if name == UNSETTLED:
-        found["unsettled"] = fused(case.attn, case.q, case.positions, window, selected, False, launch)
+        for settled in (Settled.NOTHING, Settled.WINDOW):
+            found[settled.name] = fused(case.attn, case.q, case.positions, window, selected, settled, launch)
     # Other tiles, other threads, other partial results.
     if name == "long":
         wide = tuning.key_tiles(shape.window, shape.topk, 128)
-        launch = tuning.mla_launch(1, shape.heads, wide, 1, 2, keys=128, half=True)
-        found["out wide"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        launch = tuning.mla_launch(1, shape.heads, wide, 1, 2, keys=128)
+        found["out wide"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
     found["q"] = fused.norm_insert(case.attn, case.projected, case.positions, case.window)
     found["cache"] = case.window_cache.contiguous()
     if name in INSERTED:
         launch = tuning.mla_launch(case.rows, shape.heads, tiles, *INSERTED[name])
-        found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
-        other = make(name)
-        latents = other.projected[:, shape.q_rank :]
-        tables = window, selected, True, launch, latents, other.window
-        found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
-        found["cache with the insert"] = other.window_cache.contiguous()
+        found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
+        for settled in (Settled.ALL, Settled.WINDOW):
+            other = make(name)
+            latents = other.projected[:, shape.q_rank :]
+            tables = window, selected, settled, launch, latents, other.window
+            found[f"with the insert, {settled.name}"] = fused(other.attn, other.q, other.positions, *tables)
+            found[f"cache with the insert, {settled.name}"] = other.window_cache.contiguous()
     found["arrived"] = fused._arrived
-    found["marked"] = torch.cat((fused._partial[True], fused._statistics[True])).view(torch.int32)
     return found
 
 
@@ -135,7 +129,7 @@ class PlainProjection:
 
     nbytes = 0
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, wider: int = 0) -> None:
         self.linear, self.weight = linear, boundary_reference.prepare(linear.weight, linear.scale)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -215,7 +209,8 @@ def _reused() -> dict[str, Tensor]:
             assert case.compressed is not None
             selected = tables.selected(case.attn, case.compressed, case.window)
             launch = tuning.mla_launch(case.rows, case.shape.heads, 2, 1, 1)
-            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, layer > 0, launch)
+            settled = Settled.ALL if layer else Settled.NOTHING
+            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, settled, launch)
         assert tables.built == 2
         case.load(other)
     return found
@@ -260,28 +255,19 @@ class Programs:
         self.builder.set_grid_idx(x, y, z)
 
 
-def _interleave_programs() -> None:
+def interleave_programs() -> None:
     """Has the interpreter run kernels as `Programs`."""
     import triton.runtime.interpreter as interpreter
 
     init = interpreter.GridExecutor.__init__
+    if init.__name__ == "wrapped":
+        return
 
     def wrapped(executor: Any, fn: Callable[..., Any], *arguments: Any) -> None:
         init(executor, fn, *arguments)
         executor.fn = Programs(fn, interpreter.interpreter_builder)
 
     interpreter.GridExecutor.__init__ = wrapped
-    from specialized_decode.attention.kernels import sparse_mla
-
-    any_missing = sparse_mla._any_missing
-
-    def waiting(*words: Any) -> Any:
-        missing = any_missing(*words)
-        if int(missing):
-            Programs.current.run_next()
-        return missing
-
-    sparse_mla._any_missing = waiting
 
 
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
