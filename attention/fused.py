@@ -37,6 +37,8 @@ def project_fp8(
         )
     if norm is not None and (norm.dtype != torch.bfloat16 or norm.shape != (k,)):
         raise ValueError(f"projection: norm: found {norm.dtype} {list(norm.shape)}, expected bfloat16 [{k}]")
+    if norm is not None and launch.chunks > 1:
+        raise ValueError(f"projection: found {launch.chunks} chunks of {k} columns to be normed, expected one")
     y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
     if y.shape != (rows, n) or y.dtype != torch.bfloat16 or not y.is_contiguous():
         raise ValueError(
@@ -54,6 +56,7 @@ def project_fp8(
         eps,
         **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None),
         num_warps=launch.warps,
+        maxnreg=tuning.MOST_REGISTERS // (32 * launch.warps) if norm is not None else None,
         launch_pdl=True,
     )
     return y
@@ -119,6 +122,8 @@ class NormedLinear(FusedLinear):
         """As FusedLinear's."""
         super().__init__(linear, early=early)
         self.wider = wider
+        if self.launch.chunks > 1:
+            raise ValueError(f"projection: found {self.weight.shape[1]} columns to be normed, expected fewer")
 
     def warm(self) -> None:
         super().warm()

@@ -160,9 +160,9 @@ class AttentionStep:
         """As `_fused`, of a layer that selects positions by kernels.
 
         The longest path is the selection's: projection, the indexer's queries, scores, selection, sparse MLA. So it
-        has the main stream, where each launch starts beside the one ahead of it. All else runs on the others and is
-        joined ahead of the scores, whose launch starts with what it reads of earlier steps. Sparse MLA, right behind
-        the selection, reads all but that ahead of its wait.
+        has the main stream, where each launch starts beside the one ahead of it. The compressor is joined ahead of the
+        scores; `wq_b`, which begins behind the indexer's, since both want all of the memory's bandwidth, ahead of the
+        selection. Sparse MLA, right behind that, reads all else ahead of its wait.
         """
         attn = self.attn
         window = self.tables.window(attn, caches.window, positions)
@@ -173,11 +173,11 @@ class AttentionStep:
         projected = self.fused_wqa_wkv(x, step)
         qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
         inserts = fused.inserts(step.rows, True)
+        index_q = kernels.wq_b.normed(qr, attn.q_norm, attn.eps)
         with self._beside(self.aux.indexer, step):
             q = wq_b.normed(qr, attn.q_norm, attn.eps)
             if not inserts:
                 fused.norm_insert(attn, projected, positions, caches.window)
-        index_q = kernels.wq_b.normed(qr, attn.q_norm, attn.eps)
         selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
         given = (latents, caches.window) if inserts else (None, None)
         return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW, None, *given)
@@ -254,8 +254,8 @@ class AttentionStep:
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """Joins the streams beside, then scores and selects in two launches, of which the last makes the table too:
-        the selection's slots [T, topk]. q: the indexer's queries as projected."""
+        """Scores and selects in two launches, ahead of each of which a stream is joined, and of which the last makes
+        the table too: the selection's slots [T, topk]. q: the indexer's queries as projected."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
@@ -263,13 +263,14 @@ class AttentionStep:
         if consumer is not None and blocks is not None:
             width = max(caches.index.max_seq_len // indexer.ratio, 1)
             flags = consumer.join(blocks[: step.rows], width)
-        self.aux.join()
+        self.aux.compressor.join()
         if attn.compressor is None or self._compresses_apart:
             scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
         else:
             scores = kernels.compress_scores(attn, q, inputs, positions, caches, full)
         if source is not None and blocks is not None:
             source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
+        self.aux.indexer.join()
         slots = kernels.top(attn, scores, positions, caches)
         self.tables.publish(attn.layer_id)
         self.tables.keep(attn, caches.compressed, slots)

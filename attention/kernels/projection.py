@@ -9,8 +9,8 @@ Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that 
 program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
 warps share the columns and add up at the end.
 
-With NORM, rows are RMS-normed on the way: x is multiplied by the norm's weight, the squares of x are summed up beside
-the outputs, and each output is multiplied by its row's factor in the end.
+With NORM, rows are RMS-normed first, and rounded as a launch of its own would: each warp sums up the squares of what
+it holds of x, and the program's warps exchange those once.
 
 Weights are prepared (see `attention.prepared`) as the fragments of mma.m16n8k16, 16 bytes a lane for a tile's 32
 columns. Within those, a lane's columns are neighbours in x, which a sum over columns is free to choose.
@@ -63,22 +63,60 @@ def _widen(word):
 
 
 @gluon.jit
-def _product(a, b):
-    """Pairs of bfloat16, multiplied."""
+def _pair(word):
+    """A word's two numbers, float32."""
+    return (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _again(word):
+    """The same word, whose numbers the compiler does not keep from an earlier use."""
     return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+        "mov.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 
 @gluon.jit
-def _squares(x, c, lanes: gl.constexpr):
-    """Adds the squares of a block of x to four sums, which lie as a tile's outputs do: those of ones as weights.
-    Squares are rounded to bfloat16, either way alike."""
-    ones = gl.full(x[0].shape, 0x3F803F80, gl.int32, lanes)
-    c0, c1, c2, c3 = mma_bfloat16(
-        ones, ones, ones, ones, _product(x[0], x[0]), _product(x[1], x[1]), c[0], c[1], c[2], c[3]
+def _word(low, high):
+    """Two numbers, rounded to bfloat16, in a word."""
+    low = low.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return low | high.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) << 16
+
+
+@gluon.jit
+def _scaled(words, by, scale):
+    """Numbers times their row's scale and then the norm's weight."""
+    low, high = _pair(_again(words))
+    low_by, high_by = _pair(_again(by))
+    return _word(low * scale * low_by, high * scale * high_by)
+
+
+@gluon.jit
+def _scale(inputs, eps, K: gl.constexpr, TILE_WARPS: gl.constexpr, K_WARPS: gl.constexpr, lanes: gl.constexpr):
+    """One over the root mean square of a lane's row, lane / 4, whose columns lie with its four lanes of K_WARPS
+    warps; inputs: a warp's blocks of x."""
+    WARPS: gl.constexpr = TILE_WARPS * K_WARPS
+    squares = gl.zeros((WARPS, 32), gl.float32, lanes)
+    for i in gl.static_range(len(inputs)):
+        words = four_words(inputs[i], WARPS, lanes)
+        for j in gl.static_range(4):
+            low, high = _pair(words[j])
+            squares += low * low + high * high
+    apart = gl.reshape(squares, (K_WARPS, TILE_WARPS, 8, 4))
+    scale = gl.rsqrt(gl.sum(gl.sum(apart, 3), 0) / K + eps)
+    nothing = gl.reshape(gl.zeros((WARPS, 32), gl.float32, lanes), (K_WARPS, TILE_WARPS, 8, 4))
+    return gl.convert_layout(gl.reshape(scale[None, :, :, None] + nothing, (WARPS, 32)), lanes)
+
+
+@gluon.jit
+def _normed(words, by, scale):
+    """A block of x, normed."""
+    return (
+        _scaled(words[0], by[0], scale),
+        _scaled(words[1], by[1], scale),
+        _scaled(words[2], by[2], scale),
+        _scaled(words[3], by[3], scale),
     )
-    return mma_bfloat16(ones, ones, ones, ones, _product(x[2], x[2]), _product(x[3], x[3]), c0, c1, c2, c3)
 
 
 @gluon.jit
@@ -126,7 +164,7 @@ def projection_kernel(
     read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
     AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. LATE:
     only when all of x has been asked for, else behind the wait. NORM: rows
-    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
+    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group and chunk alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.
@@ -134,6 +172,7 @@ def projection_kernel(
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    gl.static_assert(CHUNKS == 1 or not NORM, "rows are normed before the first of their numbers is multiplied")
     if EARLY:
         _launch_next()
     # One allocation a block: copies into parts of one would be kept apart by barriers.
@@ -152,12 +191,17 @@ def projection_kernel(
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
     row = gl.minimum(lane // 4, rows - 1)
     own_x = x + row * STRIDE + tile // (N // 16 // GROUPS) * (K // 2) + start * 16 + lane % 4 * 4 + word
-    own_norm = norm + start * 16 + lane % 4 * 4 + word + gl.zeros((WARPS, 32, 4), gl.int32, vectors)
+    norms = ()
+    if NORM:
+        # Beside the weights: there it takes no registers.
+        own_norm = norm + start * 16 + lane % 4 * 4 + word + gl.zeros((WARPS, 32, 4), gl.int32, vectors)
+        for i in gl.static_range(PER_WARP):
+            norms = norms + (gl.allocate_shared_memory(gl.int32, [WARPS, 32, 4], shared),)  # type: ignore[assignment]  # noqa: RUF005
+            async_copy.async_copy_global_to_shared(norms[i], own_norm + i * 16)
     none = gl.zeros((WARPS, 32), gl.float32, lanes)
     sums = ()
     for _ in gl.static_range(TILES):
         sums = sums + ((none, none, none, none),)  # type: ignore[assignment]  # noqa: RUF005
-    squares = (none, none, none, none)
     for chunk in gl.static_range(CHUNKS):
         for stage in gl.static_range(STAGES):
             for i in gl.static_range(PER_WARP * stage // STAGES, PER_WARP * (stage + 1) // STAGES):
@@ -169,26 +213,24 @@ def projection_kernel(
         for i in gl.static_range(PER_WARP):
             for j in gl.static_range(TILES // PAIR):
                 factors = factors + (gl.load(own_scales + j * BLOCKS + chunk * PER_WARP + i),)  # type: ignore[assignment]  # noqa: RUF005
-        norms = ()
-        if NORM:
-            for i in gl.static_range(PER_WARP):
-                norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             _wait()
             if not EARLY and not LATE:
                 _launch_next()
         inputs = ()
-        for i in gl.static_range(AHEAD):
+        for i in gl.static_range(PER_WARP if NORM else AHEAD):
             inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
         _barrier()
-        if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
+        if LATE and chunk == CHUNKS - 1 and (NORM or AHEAD == PER_WARP):
             _launch_next()
+        if NORM:
+            scale = _scale(inputs, eps, K, TILE_WARPS, K_WARPS, lanes)
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
                 weight = slab[number].load(vectors)  # type: ignore[var-annotated]
-                if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
+                if not NORM and number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
                     inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
                     if LATE and chunk == CHUNKS - 1 and number // TILES + AHEAD == PER_WARP - 1:
                         _launch_next()
@@ -196,29 +238,18 @@ def projection_kernel(
                 if number % TILES == 0:
                     own = four_words(inputs[number // TILES], WARPS, lanes)
                     if NORM:
-                        squares = _squares(own, squares, lanes)
-                        by = four_words(norms[number // TILES], WARPS, lanes)
-                        own = (
-                            _product(own[0], by[0]),
-                            _product(own[1], by[1]),
-                            _product(own[2], by[2]),
-                            _product(own[3], by[3]),
-                        )
+                        own = _normed(own, four_words(norms[number // TILES].load(vectors), WARPS, lanes), scale)
                 # The tile that is due comes first.
                 sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
-    if NORM:
-        sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
-    _store(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
+    _store(y, sums, first, rows, N, TILE_WARPS, TILES, K_WARPS)
 
 
 @gluon.jit
 def _store(
-    y, sums, first, rows, eps, N: gl.constexpr, K: gl.constexpr,
-    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr,
+    y, sums, first, rows, N: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
-    2 (lane mod 4) and the next. NORM: behind the tiles' are the rows' squares."""
-    SUMS: gl.constexpr = TILES + NORM
+    2 (lane mod 4) and the next."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     WIDTH: gl.constexpr = TILE_WARPS * 128
     # Four lanes add up an output. The four rows that they read at once are swizzled into different banks.
@@ -226,19 +257,14 @@ def _store(
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, SHARE, [1, 0])
     quads: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [K_WARPS, TILE_WARPS], [1, 0])
     across: gl.constexpr = gl.BlockedLayout([1, 1], [SHARE, 32 // SHARE], [1, WARPS], [1, 0])
-    partial = gl.allocate_shared_memory(gl.float32, [SUMS, K_WARPS, WIDTH], shared)
-    for j in gl.static_range(SUMS):
+    partial = gl.allocate_shared_memory(gl.float32, [TILES, K_WARPS, WIDTH], shared)
+    for j in gl.static_range(TILES):
         c = sums[j]
         four = gl.reshape(gl.join(gl.join(c[0], c[2]), gl.join(c[1], c[3])), (K_WARPS, WIDTH))
         partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
     row = place // 4 % 4 * 2 + place % 2
     output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
-    if NORM:
-        square = gl.sum(partial.index(TILES).load(across), 0)
-        scale = gl.rsqrt(square / K + eps)
     for j in gl.static_range(TILES):
         total = gl.sum(partial.index(j).load(across), 0)
-        if NORM:
-            total = total * scale
         gl.store(y + row * N + output + j * 16, total.to(gl.bfloat16), row < rows)
