@@ -1,7 +1,7 @@
 """Requests with DSpark: what comes out, how many drafts are accepted, and the aux hidden states of what stays."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.compare import NOISE_ROOM
+from tests.gpu.drafts_steps import Parting, Step, batch_of
 from tests.gpu.engine import Engine, run_in_turn
 from tests.gpu.rank_worker import row_hashes
 from tests.gpu.scenarios import prompt
@@ -123,6 +124,7 @@ class DraftsWatch:
 
     def __init__(self, speculator: Any) -> None:
         self.runs: Run = {}
+        self.steps: list[Step] = []
         stock = speculator.propose
 
         def propose(
@@ -136,14 +138,18 @@ class DraftsWatch:
             *args: Any,
             **kw: Any,
         ) -> Any:
-            if not kw.get("dummy_run"):
-                self.keep(input_batch, aux, sampled, rejected)
-            return stock(input_batch, attn, slots, hidden, aux, sampled, rejected, *args, **kw)
+            if kw.get("dummy_run"):
+                return stock(input_batch, attn, slots, hidden, aux, sampled, rejected, *args, **kw)
+            step = self.keep(input_batch, hidden, aux, sampled, rejected)
+            drafts = stock(input_batch, attn, slots, hidden, aux, sampled, rejected, *args, **kw)
+            # Not read back here: nothing may wait for the drafter that does not wait without the watch.
+            self.steps.append(replace(step, drafts=drafts.clone()))
+            return drafts
 
         speculator.propose = propose
 
-    def keep(self, batch: Any, aux: Sequence[Tensor], sampled: Tensor, rejected: Tensor) -> None:
-        """Adds one step's rows; rejected drafts' are left out."""
+    def keep(self, batch: Any, hidden: Tensor, aux: Sequence[Tensor], sampled: Tensor, rejected: Tensor) -> Step:
+        """Adds one step's rows to the requests, rejected drafts' left out; returns all of it."""
         count = batch.num_tokens
         positions, starts = batch.positions[:count].tolist(), batch.query_start_loc_np
         hashes = torch.stack([row_hashes(one[:count]) for one in aux], 1).cpu()
@@ -156,9 +162,15 @@ class DraftsWatch:
                 run.hashes[positions[at]], run.values[positions[at]] = hashes[at], values[at]
             if not batch.is_prefilling_np[row]:
                 run.accepted.append(yielded[row])
+        return Step.of(batch, hidden, aux, sampled, rejected, hashes)
+
+    def take_steps(self) -> list[Step]:
+        """All steps since the last call, of several batches."""
+        taken, self.steps = self.steps, []
+        return [replace(step, drafts=step.drafts.cpu()) for step in taken]
 
     def take(self) -> Run:
-        """What was kept since the last call."""
+        """What was kept of the requests since the last call."""
         taken, self.runs = self.runs, {}
         return taken
 
@@ -220,16 +232,30 @@ def coverage(name: str, run: Run) -> list[str]:
     return [] if found == wanted else [f"steps yield {sorted(found)} tokens, expected {sorted(wanted)}"]
 
 
-def judge_drafts(name: str, repeats: dict[str, Apart], found: dict[str, Apart], noise: Apart, expect: str) -> list[str]:
+def judge_drafts(
+    name: str,
+    repeats: dict[str, Apart],
+    found: dict[str, Apart],
+    noise: Apart,
+    expect: str,
+    parted: Mapping[str, Parting] | None = None,
+    known: Collection[str] = (),
+) -> list[str]:
     """What is wrong with the executor's run of a batch, given stock's against itself: rows that stock repeats are
-    equal, and all others within what another batch does to stock."""
+    equal, and all others within what another batch does to stock.
+
+    parted: where its batches part from stock's; known: by what stock's own part, so that these may, and are then held
+    to stock's noise.
+    """
     failures = (
         [] if found.keys() == repeats.keys() else [f"requests: found {sorted(found)}, expected {sorted(repeats)}"]
     )
     for row, one in found.items():
         where = f"; {one.first}" if one.first else ""
-        if expect == "identical" and row in repeats and repeats[row].same:
-            failures += [] if one.same else [f"{row}: {one.first or asdict(one)}; expected what stock repeats"]
+        parting = (parted or {}).get(batch_of(row), Parting())
+        if expect == "identical" and row in repeats and repeats[row].same and parting.where not in known:
+            begins = f"; the batch parts in {parting.said}" if parting.said else ""
+            failures += [] if one.same else [f"{row}: {one.first or asdict(one)}; expected what stock repeats{begins}"]
             continue
         # Drawn by position, whatever the tokens are.
         if RATES[name] is not None and not one.accepted:
@@ -241,24 +267,63 @@ def judge_drafts(name: str, repeats: dict[str, Apart], found: dict[str, Apart], 
     return failures
 
 
-def save_runs(path: Path, runs: dict[str, Run], repeats: dict[str, dict[str, Apart]], noise: Apart) -> None:
-    """Saves stock's runs by rates, how they repeat, and its noise over all rates."""
+def known_partings(stock: Iterable[Parting]) -> frozenset[str]:
+    """By what the executor's batches may part from stock's: what stock's own part by."""
+    return frozenset(one.where for one in stock if one.where)
+
+
+def judge_rounds(rounds: Sequence[Parting], expect: str, known: Collection[str] = ()) -> list[str]:
+    """What is wrong with the executor's batches with real drafts, each where it parts from stock's: on stock's kernels
+    they part by what is `known` alone, and half of them nowhere, or it is no chance of vLLM's."""
+    if expect != "identical":
+        return []
+    failures = [f"batch {i}: {one.said}" for i, one in enumerate(rounds) if one.where and one.where not in known]
+    same = sum(not one.where for one in rounds)
+    if 2 * same < len(rounds):
+        first = next(one.said for one in rounds if one.where)
+        failures.append(f"{same} of {len(rounds)} batches are stock's, expected at least half; first: {first}")
+    return failures
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What stock did.
+
+    runs, steps: by rates; repeats: each request's run against its second one; noise: what another batch does, over all
+    rates; rounds: where its own batches part that were run again.
+    """
+
+    runs: dict[str, Run]
+    steps: dict[str, list[Step]]
+    repeats: dict[str, dict[str, Apart]]
+    noise: Apart
+    rounds: list[Parting]
+
+
+def save_runs(path: Path, recorded: Recorded) -> None:
+    """Saves what stock did."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
         {
-            "runs": {name: {row: vars(one) for row, one in run.items()} for name, run in runs.items()},
-            "repeats": {name: {row: asdict(one) for row, one in rows.items()} for name, rows in repeats.items()},
-            "noise": asdict(noise),
+            "runs": {name: {row: vars(one) for row, one in run.items()} for name, run in recorded.runs.items()},
+            "steps": {name: [vars(one) for one in steps] for name, steps in recorded.steps.items()},
+            "repeats": {
+                name: {row: asdict(one) for row, one in rows.items()} for name, rows in recorded.repeats.items()
+            },
+            "noise": asdict(recorded.noise),
+            "rounds": [asdict(one) for one in recorded.rounds],
         },
         path,
     )
 
 
-def load_runs(path: Path) -> tuple[dict[str, Run], dict[str, dict[str, Apart]], Apart]:
+def load_runs(path: Path) -> Recorded:
     """What `save_runs` saved."""
     data = torch.load(path)
-    return (
+    return Recorded(
         {name: {row: Drafted(**one) for row, one in run.items()} for name, run in data["runs"].items()},
+        {name: [Step(**one) for one in steps] for name, steps in data["steps"].items()},
         {name: {row: Apart(**one) for row, one in rows.items()} for name, rows in data["repeats"].items()},
         Apart(**data["noise"]),
+        [Parting(**one) for one in data["rounds"]],
     )

@@ -18,16 +18,21 @@ from tests.gpu.drafts import (
     TOKENS,
     Apart,
     DraftsWatch,
+    Recorded,
     Run,
     compare_drafted,
     coverage,
     judge_drafts,
+    judge_rounds,
+    known_partings,
     load_runs,
     prompt_length,
     run_batch_and_alone,
+    run_drafts,
     save_runs,
     set_rates,
 )
+from tests.gpu.drafts_steps import Parting, Step, partings
 from tests.gpu.engine import (
     SHARED_GPU,
     Engine,
@@ -42,6 +47,9 @@ from tests.gpu.repeatable import make_repeatable
 from tests.gpu.report import Report
 from tests.gpu.report import Run as PhaseRun
 
+# How often the batch with real drafts is run again, for the rate at which it repeats: one batch of the first forty
+# parted (H200, other engines on the same GPU, 2026-11-30).
+ROUNDS = 20
 # Of all steps of the batches, those that the executor must have run: few are prefills.
 LEAST_SHARE = 0.5
 
@@ -98,46 +106,93 @@ def alone_in_batch(run: Run) -> Run:
     return {row.replace("alone", "row"): one for row, one in run.items() if row.startswith("alone")}
 
 
+def batch_again(engine: Engine, watch: DraftsWatch, expected: Sequence[Step]) -> list[Parting]:
+    """Runs the batch with real drafts ROUNDS times; returns where each parts from `expected`, stock's."""
+    set_rates(engine.runner.rejection_sampler, RATES["real"])
+    rounds = []
+    for _ in range(ROUNDS):
+        watch.take_steps()
+        run_drafts(engine, watch, LENGTHS)
+        rounds.append(
+            partings([step for step in expected if step.names[0].startswith("row")], watch.take_steps())["row"]
+        )
+    return rounds
+
+
+def described_rounds(rounds: Sequence[Parting], like: str) -> str:
+    first = next((f", first: {one.said}" for one in rounds if one.where), "")
+    return f"real again: {sum(not one.where for one in rounds)} of {len(rounds)} batches {like}{first}"
+
+
 def record_drafts(engine: Engine, watch: DraftsWatch, store: Path) -> Report:
     """Runs the batch and its rows alone twice with each of the rates; what differs between batch and alone is noise."""
-    runs, repeats, failures, lines = {}, {}, [], []
+    runs, steps, repeats, failures, lines = {}, {}, {}, [], []
     noise: dict[str, Apart] = {}
+    parted: dict[str, dict[str, Parting]] = {}
     for name, rates in RATES.items():
         set_rates(engine.runner.rejection_sampler, rates)
+        watch.take_steps()
         runs[name] = run_batch_and_alone(engine, watch)
+        steps[name] = watch.take_steps()
         repeats[name] = compare_runs(runs[name], run_batch_and_alone(engine, watch))
+        parted[name] = partings(steps[name], watch.take_steps())
         noise[name] = worst(list(compare_runs(runs[name], alone_in_batch(runs[name])).values()))
         failures += [f"{name}: {failure}" for failure in coverage(name, runs[name])]
         same = sum(one.same for one in repeats[name].values())
         tokens = f"{accepted_by_step(runs[name]):.2f} tokens a step"
         lines.append(f"{name}: {tokens}, {same} of {len(repeats[name])} runs repeat")
-    save_runs(store / "drafts.pt", runs, repeats, worst(list(noise.values())))
+    rounds = batch_again(engine, watch, steps["real"])
+    own = [*(one for rows in parted.values() for one in rows.values()), *rounds]
+    save_runs(store / "drafts.pt", Recorded(runs, steps, repeats, worst(list(noise.values())), own))
+    lines.append(described_rounds(rounds, "repeat"))
     first = {name: next((one.first for one in rows.values() if one.first), "") for name, rows in repeats.items()}
-    data = {"noise": {name: asdict(one) for name, one in noise.items()}, "apart": first}
+    noises = {name: asdict(one) for name, one in noise.items()}
+    wheres = {name: said(rows) for name, rows in parted.items()}
+    data = {"noise": noises, "apart": first, "parted": wheres, "rounds": [asdict(one) for one in rounds]}
     return Report("; ".join(lines), failures, data)
+
+
+def said(parted: dict[str, Parting]) -> dict[str, str]:
+    """The batches that part, and where."""
+    return {name: f"{one.where}: {one.said}" for name, one in parted.items() if one.where}
 
 
 def check_drafts(engine: Engine, watch: DraftsWatch, args: argparse.Namespace, steps: Steps, store: Path) -> Report:
     """The same on the executor, against stock; its counters too."""
-    runs, repeats, noise = load_runs(store / "drafts.pt")
+    stock = load_runs(store / "drafts.pt")
+    known = known_partings(stock.rounds)
     failures, lines = [], []
     apart: dict[str, dict[str, Any]] = {}
+    parted: dict[str, dict[str, str]] = {}
     before, counters = steps.copy(), step_counters()
     for name, rates in RATES.items():
         set_rates(engine.runner.rejection_sampler, rates)
+        watch.take_steps()
         run = run_batch_and_alone(engine, watch)
-        found = compare_runs(runs[name], run)
-        wrong = coverage(name, run) + judge_drafts(name, repeats[name], found, noise, args.expect)
+        parts = partings(stock.steps[name], watch.take_steps())
+        found = compare_runs(stock.runs[name], run)
+        wrong = judge_drafts(name, stock.repeats[name], found, stock.noise, args.expect, parts, known)
+        wrong += coverage(name, run)
         failures += [f"{name}: {failure}" for failure in wrong]
         same = sum(one.same for one in found.values())
         lines.append(f"{name}: {accepted_by_step(run):.2f} tokens a step, {same} of {len(found)} runs are stock's")
-        apart[name] = {row: asdict(one) for row, one in found.items()}
+        apart[name], parted[name] = {row: asdict(one) for row, one in found.items()}, said(parts)
+        lines += [f"{name}: {batch} parts at {where}" for batch, where in parted[name].items()]
+    rounds = batch_again(engine, watch, stock.steps["real"])
+    lines.append(described_rounds(rounds, "are stock's"))
+    failures += [f"real again: {failure}" for failure in judge_rounds(rounds, args.expect, known)]
     counted_steps = steps.since(before)
     total = counted_steps.total
     counted = settled_counters(engine, total, counters)
     if sum(counted.values()) != total or counted.get("executor", 0) < LEAST_SHARE * total:
         failures.append(f"counters: found {counted}, expected {total} steps, {LEAST_SHARE:.0%} of them the executor's")
-    data = {"steps": counted, "replays": dict(counted_steps.replays), "apart": apart}
+    data = {
+        "steps": counted,
+        "replays": dict(counted_steps.replays),
+        "apart": apart,
+        "parted": parted,
+        "rounds": [asdict(one) for one in rounds],
+    }
     return Report("; ".join([*lines, f"steps {counted}"]), failures, data)
 
 

@@ -17,7 +17,13 @@ from typing import Any
 
 from tests.gpu import ranks as ranks_module
 from tests.gpu import scenarios
-from tests.gpu.compare import Difference, combined, failures_if_close, failures_if_identical
+from tests.gpu.compare import (
+    Difference,
+    combined,
+    failures_if_close,
+    failures_if_identical,
+    failures_if_unsound,
+)
 from tests.gpu.engine import SHARED_GPU, parameters, run_traffic, settled_counters, step_counters
 from tests.gpu.evidence import ask_where
 from tests.gpu.executor_phases import check_counters, executor_option, options
@@ -28,6 +34,8 @@ from tests.gpu.server import descendants
 from tests.gpu.worker_plugin import REFUSED_SETTING
 
 RANKS, STEPS = 2, 1000
+# In the store: stock's tokens and logits, and the executor's along them; plain_phases.py judges both.
+STOCK_OUTPUTS, EXECUTOR_OUTPUTS = "tp2.pt", "tp2-executor.pt"
 # The mailbox's own deadline, and what the engine may take after it.
 DEADLINE_SECONDS, AFTER_SECONDS = 10.0, 15.0
 AGREE_SECONDS = 10.0
@@ -64,7 +72,7 @@ def record_long(engine: RanksEngine, store: Path) -> Report:
     repeats = compare(first, again)
     alone = compare(first, run_alone(engine, script, first))
     noise = combined(alone.values())
-    save_outputs(store / "tp2.pt", Recorded([first], [repeats], noise))
+    save_outputs(store / STOCK_OUTPUTS, Recorded([first], [repeats], noise))
     line = (
         f"{counted.total} steps ({replays_by_rows(counted)}); again: {described(list(repeats.values()))}; "
         f"alone: {described(list(alone.values()))}; {described_ranks(engine.alike)}"
@@ -77,12 +85,16 @@ def record_long(engine: RanksEngine, store: Path) -> Report:
 
 
 def judge_long(found: dict[str, Difference], recorded: Recorded, expect: str) -> list[str]:
-    """What is wrong with the executor's logits: rows that stock repeats are equal, the others within stock's noise."""
+    """What is wrong with the executor's logits: rows that stock repeats are equal, the others within stock's noise.
+
+    On kernels of its own (`expect` "close") they are finite, and choose another token only where stock's choice was
+    not clear. How far they may be from stock's, which has an error of its own, is for the job `tp2-plain` to judge.
+    """
     (repeats,) = recorded.repeats
     if found.keys() != repeats.keys():
         return [f"requests: found {len(found)}, expected stock's {len(repeats)}"]
     if expect != "identical":
-        return failures_if_close(combined(found.values()), recorded.noise)
+        return failures_if_unsound(combined(found.values()))
     exact = [name for name, one in repeats.items() if not one.differing]
     failures = [f"{name}: {wrong}" for name in exact for wrong in failures_if_identical(found[name])]
     rest = [name for name in repeats if name not in exact]
@@ -93,11 +105,12 @@ def judge_long(found: dict[str, Difference], recorded: Recorded, expect: str) ->
 
 def check_long(engine: RanksEngine, args: argparse.Namespace, store: Path) -> Report:
     """Plays the long script along stock's tokens: logits, both ranks' bits, and the counters."""
-    recorded, script, steps = load_outputs(store / "tp2.pt"), ranks_module.long_script(STEPS), RankSteps(engine)
+    recorded, script, steps = load_outputs(store / STOCK_OUTPUTS), ranks_module.long_script(STEPS), RankSteps(engine)
     (stock,) = recorded.outputs
     before, counters = steps.copy(), step_counters()
     outputs, _ = run_traffic(engine, script, padded(script, stock))
     counted = steps.since(before)
+    save_outputs(store / EXECUTOR_OUTPUTS, Recorded([outputs], [], Difference()))
     found = compare(stock, outputs)
     failures = judge_long(found, recorded, args.expect) + check_ranks(engine.alike)
     failures += check_counters(settled_counters(engine, counted.total, counters), counted)

@@ -1,8 +1,9 @@
 """Shows on two GPUs what the executor does with two tensor-parallel ranks inside vLLM.
 
 `python -m tests.gpu.vllm_two_gpus --out OUT`, as tests/gpu/vllm_one_gpu.py: jobs with phases, resumed where a call
-stopped. Stock and the executor play 1000 steps alike; a rank lacks a requirement, is killed, and is stopped; OpenAI
-clients come to a server for minutes; and on one of the GPUs, DSpark's drafts and requests with an image.
+stopped. Stock and the executor play 1000 steps alike, and the plain model judges both; a rank lacks a requirement, is
+killed, and is stopped; OpenAI clients come to a server for minutes; and on one of the GPUs, DSpark's drafts and
+requests with an image.
 """
 
 import argparse
@@ -61,6 +62,12 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         command = ("tests.gpu.http_phases", name, *paths, *given)
         return Job(name, command, 60 * minutes + 210, ("checkpoint",), files, environment | served)
 
+    def plain(name: str) -> Job:
+        """The plain model, without vLLM."""
+        paths = ("--folder", str(folder), "--out", str(args.work), "--store", str(args.store))
+        files = (args.store / "tp2.pt", args.store / "tp2-executor.pt")
+        return Job(name, ("tests.gpu.plain_phases", name, *paths), 90, ("checkpoint",), files)
+
     def one_gpu(module: str, name: str, folder: Path, needs: str, stored: str) -> Job:
         """In one process, on one GPU, as vllm_one_gpu.py's engines."""
         stock = name.endswith("-stock")
@@ -74,6 +81,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         Job("checkpoint", make(folder, args.shard_tp), 120, phased=False, makes=folder),
         engine("tp2-stock", {}, 180, {REPEATABLE: "1"}),
         engine("tp2-executor", {}, 180, {REPEATABLE: "1"}, (args.store / "tp2.pt",)),
+        plain("tp2-plain"),
         engine("lacking", {}, 90, served | {LACKING: "1"}),
         engine("killed", {"decode_kernels": True}, 120, served | {STALLING: "1"}),
         engine("stopped", {"decode_kernels": True}, 120, served | {STALLING: "1"}),

@@ -25,7 +25,7 @@ def test_the_speculators_arguments() -> None:
         "num_rejected",
     ]
     assert "dummy_run" in names
-    used = {"req_ids", "num_tokens", "positions", "query_start_loc_np", "is_prefilling_np"}
+    used = {"req_ids", "num_tokens", "positions", "input_ids", "query_start_loc_np", "is_prefilling_np"}
     assert used <= set(InputBatch.__dataclass_fields__)
 
 
