@@ -57,14 +57,14 @@ COMPRESS_WARPS, COMPRESS_EARLY = 8, 12
 
 # Neighbouring bins lie in so many stretches of memory, since those in use are neighbours, and each cache line takes one
 # count after the other.
-SPREAD, SPREADS = 16, (1, 16)
+SPREAD, SPREADS = 8, (8, 16)
 
 
 # A row's selection: its warps, of those that may serve, and scores taken at a time, in stripes of one a thread, so that
 # no layout changes ahead of a scattered store; the longest list whose numbers are compared with each other, so many
 # with so many at a time; and of a longer one, numbers taken at a time.
-TOP_WARPS, TOPS, CHUNK = 16, (8, 16, 32), 8192
-SHORT, TIES, RIVALS, LONG = 512, 128, 32, 512
+TOP_WARPS, TOPS, CHUNK, PART = 16, (8, 16), 8192, 2048
+FEW_TIES, SHORT, TIES, RIVALS, LONG = 64, 512, 128, 32, 512
 MAX_TOPK = 2048
 
 

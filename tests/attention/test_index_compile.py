@@ -84,7 +84,7 @@ TOP = {
     "positions": "*i64",
     "owner": "*i64",
     "bins": "*i32",
-    "listed": "*i32",
+    "entries": "*i64",
     "token_to_req": "*i32",
     "block_table": "*i32",
     "table_stride": "i32",
@@ -145,8 +145,8 @@ def variants() -> dict[str, Variant]:
     for ratio, warps in product((2, 1), tuning.TOPS):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
-            "STRIPES": tuning.CHUNK // (32 * warps),
-            "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
+            "STRIPES": tuning.CHUNK // (32 * warps), "PART": tuning.PART // (32 * warps), "ROOM": TOPK,
+            "FEW": tuning.FEW_TIES, "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
             "SPREAD": tuning.SPREAD,
         }  # fmt: skip
         found[f"best, ratio {ratio}, {warps} warps"] = launch_of(top_positions_kernel, TOP, constants, warps)
