@@ -235,7 +235,7 @@ class FusedIndexer:
             raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
         slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
         padded = 1 << (topk - 1).bit_length()
-        room = max(padded, tuning.FEW_TIES)
+        room = max(padded, 2 * tuning.FEW_TIES)
         top_positions_kernel[(rows,)](
             scores,
             scores.stride(0),

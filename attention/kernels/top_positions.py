@@ -26,28 +26,25 @@ def _scores(scores, stripe, start, closed):
 
 
 @triton.jit
-def _limit(held, GROUPS: tl.constexpr, SPREAD: tl.constexpr, TOPK: tl.constexpr, FEW: tl.constexpr):
-    """The bin of the last of the best, how many of it are wanted, none where there are fewer than TOPK, which are up to
-    MOST, and whether it holds more than FEW. held: those of bin SPREAD g + s are the s-th's g-th. A thread has
-    neighbouring bins, and one reduction finds all."""
+def _limit(held, GROUPS: tl.constexpr, SPREAD: tl.constexpr, TOPK: tl.constexpr):
+    """The bin of the last of the best, and how many of it are wanted, none where there are fewer than TOPK, which are
+    up to MOST. held: those of bin SPREAD g + s are the s-th's g-th. A thread has neighbouring bins, and one reduction
+    finds both."""
     group = held[0]
     for i in tl.static_range(1, SPREAD):
         group += held[i]
-    before = tl.cumsum(group, 0) - group
-    bin, ahead, behind = tl.arange(0, GROUPS) * SPREAD, before, before + group
-    crossed = (before < TOPK) & (behind >= TOPK)
+    behind = tl.cumsum(group, 0)
+    ahead = behind - group
+    # How many lie ahead of a bin, and its place in the group, in one number.
+    mark = ahead * SPREAD
+    code = mark
     for i in tl.static_range(SPREAD - 1):
-        before += held[i]
-        below = before < TOPK
-        bin += below.to(tl.int32)
-        ahead = tl.where(below, before, ahead)
-    # The numbers of a bin, from behind.
-    for i in tl.static_range(1, SPREAD):
-        behind = tl.where(before >= TOPK, before, behind)
-        before -= held[SPREAD - 1 - i]
-    code = (bin * MOST + (TOPK - 1 - ahead)) * 2 + (behind - ahead > FEW).to(tl.int32)
-    code = tl.max(tl.where(crossed, code, -1), 0)
-    return code // (2 * MOST), tl.where(code >= 0, code // 2 % MOST + 1, 0), (code >= 0) & (code % 2 > 0)
+        mark += held[i] * SPREAD + 1
+        code = tl.where(mark < TOPK * SPREAD, mark, code)
+    code = tl.where((ahead < TOPK) & (behind >= TOPK), tl.arange(0, GROUPS) * (MOST * SPREAD) + code, -1)
+    code = tl.max(code, 0)
+    last = code // (MOST * SPREAD) * SPREAD + code % SPREAD
+    return last, tl.where(code >= 0, TOPK - code % (MOST * SPREAD) // SPREAD, 0)
 
 
 @triton.jit
@@ -115,13 +112,13 @@ def top_positions_kernel(
     SPREAD: tl.constexpr,
 ):
     """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
-    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, see `index_scores.count_score`,
-    zero again afterwards;
-    entries: [rows, scores_stride + ROOM] int64, scratch, of at least TOPK and FEW as ROOM; token_to_req: [rows] int32;
-    block_table: [requests, n] int32; a page holds 2**log2 states. out: [rows, TOPK] int32 positions, `out_stride`
-    apart, and slots: [rows, TOPK] int64, block * states + state, both -1 padded. STRIPES of STRIPE scores are taken at
-    a time, and stored PART by PART; a list of up to FEW is compared with itself at once, one of up to SHORT TILE by
-    TILE, RIVALS of them at a time, a longer one taken LONG at a time; powers of two."""
+    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, see `index_scores.count_score`, zero again
+    afterwards; entries: [rows, scores_stride + ROOM] int64, scratch, ROOM TOPK_PADDED or more and more than FEW;
+    token_to_req: [rows] int32; block_table: [requests, n] int32; a page holds 2**log2 states. out: [rows, TOPK] int32
+    positions, `out_stride` apart, and slots: [rows, TOPK] int64, block * states + state, both -1 padded. STRIPES of
+    STRIPE scores are taken at a time, counted and stored PART by PART; a list of up to FEW is compared with itself at
+    once, one of up to SHORT TILE by TILE, RIVALS of them at a time, a longer one taken LONG at a time; powers of
+    two."""
     row = tl.program_id(0).to(tl.int64)
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
@@ -148,19 +145,21 @@ def top_positions_kernel(
     tl.store(slots + item, tl.full((TOPK_PADDED,), -1, tl.int64), item < TOPK)
     tl.store(entries + item, tl.full((TOPK_PADDED,), -1, tl.int64))
     tl.store(end - 1 - few, tl.full((FEW,), -1, tl.int64))
-    last, wanted, many = _limit(held, GROUPS, SPREAD, TOPK, FEW)
+    tl.store(end - 1 - FEW, -1)
+    last, wanted = _limit(held, GROUPS, SPREAD, TOPK)
     # Their comparisons with what is no number are false, as they should be.
     above = tl.where(wanted > 0, lowest_of(last - 1), LEAST)
     among = tl.where(wanted > 0, lowest_of(last), LEAST)
     final = scores_stride + ROOM - 1
-    taken, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    taken, found, count = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.zeros((STRIPE,), tl.int32)
     for start in range(0, closed, STRIPES * STRIPE):
         # Both counts in one: there are fewer than 2**15.
         count, parts = tl.zeros((STRIPE,), tl.int32), ()
-        for i in tl.static_range(STRIPES):
-            if i % PART == 0:
-                parts = parts + (count,)  # type: ignore[assignment]  # noqa: RUF005
-            count += tl.where(score[i] >= above, 1, tl.where(score[i] >= among, 1 << 16, 0))
+        for part in tl.static_range(STRIPES // PART):
+            parts = parts + (count,)  # type: ignore[assignment]  # noqa: RUF005
+            if start + part * PART * STRIPE < closed:
+                for i in tl.static_range(part * PART, part * PART + PART):
+                    count += tl.where(score[i] >= above, 1, tl.where(score[i] >= among, 1 << 16, 0))
         place = tl.cumsum(count, 0) - count
         for part in tl.static_range(STRIPES // PART):
             if start + part * PART * STRIPE < closed:
@@ -171,11 +170,10 @@ def top_positions_kernel(
                     tl.store(entries + tl.where(chosen, first, at), _entry(score[i], column), member)
                     first += chosen.to(tl.int32)
                     at -= tl.where(chosen, 0, member.to(tl.int32))
-        if (start + STRIPES * STRIPE < closed) | many:
+        if start + STRIPES * STRIPE < closed:
             sums = tl.sum(count, 0)
             taken += sums & 0xFFFF
             found += sums >> 16
-        if start + STRIPES * STRIPE < closed:
             score = ()
             for i in tl.static_range(STRIPES):
                 ahead = start + (STRIPES + i) * STRIPE
@@ -186,6 +184,7 @@ def top_positions_kernel(
     upto = TOPK - wanted
     chosen = tl.load(entries + item, item < upto, other=-1).to(tl.int32)
     mine, others = tl.load(end - 1 - few), ()
+    many = tl.load(end - 1 - FEW).to(tl.int32) >= 0
     for i in tl.static_range(FEW // RIVALS):
         others = others + (tl.load(end - 1 - i * RIVALS - rival),)  # type: ignore[assignment]  # noqa: RUF005
     _keep(out, slots, item, table, chosen, log2, chosen >= 0)
@@ -193,14 +192,15 @@ def top_positions_kernel(
     ahead = tl.zeros((FEW, RIVALS), tl.int32)
     for i in tl.static_range(FEW // RIVALS):
         # What is no entry is no number either.
-        its, its_column = _number(others[i])[None, :], others[i].to(tl.int32)[None, :]
-        earlier = (its == number[:, None]) & (its_column < column[:, None])
+        its = _number(others[i])[None, :]
+        earlier = (its == number[:, None]) & (others[i].to(tl.int32)[None, :] < column[:, None])
         ahead += ((its > number[:, None]) | earlier).to(tl.int32)
     ahead = tl.sum(ahead, 1)
     _keep(out, slots, upto + ahead, table, column, log2, (column >= 0) & (ahead < wanted) & (many == 0))
     for i in tl.static_range(SPREAD):
         tl.store(bins + i * GROUPS, tl.zeros((GROUPS,), tl.int32))
     if many:
+        found += tl.sum(count, 0) >> 16
         wanted = tl.minimum(wanted, found)
         if found <= SHORT:
             _place(end, found, wanted, out, slots, table, log2, upto, TILE, RIVALS)
