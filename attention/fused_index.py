@@ -265,6 +265,7 @@ class FusedIndexer:
             LONG=tuning.LONG,
             SPREAD=tuning.SPREAD,
             num_warps=tuning.TOP_WARPS,
+            maxnreg=tuning.top_registers(tuning.TOP_WARPS),
             launch_pdl=True,
         )
         return slots

@@ -70,6 +70,11 @@ FEW_TIES, SHORT, TIES, RIVALS, LONG = 64, 512, 128, 32, 512
 MAX_TOPK = 2048
 
 
+def top_registers(warps: int) -> int:
+    """Of a selection's thread: half a multiprocessor's, so that it starts beside a program of the scores'."""
+    return 65536 // 2 // (32 * warps)
+
+
 class ScoresCut(NamedTuple):
     """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads, and
     the sixteenths of `wk` that the compressor's holds ahead of its wait."""

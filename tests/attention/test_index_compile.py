@@ -150,7 +150,7 @@ def variants() -> dict[str, Variant]:
             "LONG": tuning.LONG, "SPREAD": spread,
         }  # fmt: skip
         name = f"best, ratio {ratio}, {warps} warps, bins over {spread}"
-        found[name] = launch_of(top_positions_kernel, TOP, constants, warps)
+        found[name] = launch_of(top_positions_kernel, TOP, constants, warps, maxnreg=tuning.top_registers(warps))
     return found
 
 
@@ -159,7 +159,7 @@ VARIANTS = variants()
 
 def compiled(variant: Variant, architecture: int) -> Any:
     cut = variant.options.get("maxnreg")
-    if cut is not None:
+    if isinstance(cut, tuning.ScoresCut):
         registers = tuning.scores_registers(HEADS, cut, architecture // 10)
         variant = replace(variant, options={**variant.options, "maxnreg": registers})
     return compile_variant(variant, architecture)
