@@ -234,6 +234,8 @@ class FusedIndexer:
         if width > MAX_WIDTH:
             raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
         slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
+        padded = 1 << (topk - 1).bit_length()
+        room = max(padded, 2 * tuning.FEW_TIES)
         top_positions_kernel[(rows,)](
             scores,
             scores.stride(0),
@@ -241,7 +243,7 @@ class FusedIndexer:
             positions,
             caches.window.slot_mapping,
             self.bins,
-            torch.empty(rows, 2, scores.stride(0), dtype=torch.int32, device=scores.device),
+            torch.empty(rows, scores.stride(0) + room, dtype=torch.int64, device=scores.device),
             meta.token_to_req,
             meta.block_table,
             meta.block_table.stride(0),
@@ -251,15 +253,19 @@ class FusedIndexer:
             slots,
             RATIO=attn.indexer.ratio,
             TOPK=topk,
-            TOPK_PADDED=1 << (topk - 1).bit_length(),
+            TOPK_PADDED=padded,
             STRIPE=32 * tuning.TOP_WARPS,
             STRIPES=tuning.CHUNK // (32 * tuning.TOP_WARPS),
+            PART=tuning.PART // (32 * tuning.TOP_WARPS),
+            ROOM=room,
+            FEW=tuning.FEW_TIES,
             SHORT=tuning.SHORT,
             TILE=tuning.TIES,
             RIVALS=tuning.RIVALS,
             LONG=tuning.LONG,
             SPREAD=tuning.SPREAD,
             num_warps=tuning.TOP_WARPS,
+            maxnreg=tuning.top_registers(tuning.TOP_WARPS),
             launch_pdl=True,
         )
         return slots

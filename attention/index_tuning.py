@@ -24,16 +24,23 @@ INSIDE = True
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 12
 
 # Neighbouring bins lie in so many stretches of memory, since those in use are neighbours, and each cache line takes one
-# count after the other.
-SPREAD, SPREADS = 16, (1, 16)
+# count after the other. As many as there are bins for each of a selection's threads (of its TOPS): then each has
+# neighbours.
+SPREAD, SPREADS = 16, (16, 8)
 
 
 # A row's selection: its warps, of those that may serve, and scores taken at a time, in stripes of one a thread, so that
-# no layout changes ahead of a scattered store; the longest list whose numbers are compared with each other, so many
-# with so many at a time; and of a longer one, numbers taken at a time.
-TOP_WARPS, TOPS, CHUNK = 16, (8, 16, 32), 8192
-SHORT, TIES, RIVALS, LONG = 512, 128, 32, 512
+# no layout changes ahead of a scattered store, and as many stored at a time as is worth a look whether there are any;
+# the longest list that is compared with itself at once, and by tiles, so many with so many at a time; and of a longer
+# one, numbers taken at a time.
+TOP_WARPS, TOPS, CHUNK, PART = 8, (8, 16), 8192, 2048
+FEW_TIES, SHORT, TIES, RIVALS, LONG = 64, 512, 128, 32, 512
 MAX_TOPK = 2048
+
+
+def top_registers(warps: int) -> int:
+    """Of a selection's thread: half a multiprocessor's, so that it starts beside a program of the scores'."""
+    return 65536 // 2 // (32 * warps)
 
 
 class ScoresCut(NamedTuple):

@@ -84,7 +84,7 @@ TOP = {
     "positions": "*i64",
     "owner": "*i64",
     "bins": "*i32",
-    "listed": "*i32",
+    "entries": "*i64",
     "token_to_req": "*i32",
     "block_table": "*i32",
     "table_stride": "i32",
@@ -142,14 +142,15 @@ def variants() -> dict[str, Variant]:
                 constants["EARLY"] = cut.early
                 variant = launch_of(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, **limited)
                 found[f"compressor and scores, {name}"] = variant
-    for ratio, warps in product((2, 1), tuning.TOPS):
+    for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
-            "STRIPES": tuning.CHUNK // (32 * warps),
-            "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
-            "SPREAD": tuning.SPREAD,
+            "STRIPES": tuning.CHUNK // (32 * warps), "PART": tuning.PART // (32 * warps), "ROOM": TOPK,
+            "FEW": tuning.FEW_TIES, "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS,
+            "LONG": tuning.LONG, "SPREAD": spread,
         }  # fmt: skip
-        found[f"best, ratio {ratio}, {warps} warps"] = launch_of(top_positions_kernel, TOP, constants, warps)
+        name = f"best, ratio {ratio}, {warps} warps, bins over {spread}"
+        found[name] = launch_of(top_positions_kernel, TOP, constants, warps, maxnreg=tuning.top_registers(warps))
     return found
 
 
@@ -158,7 +159,7 @@ VARIANTS = variants()
 
 def compiled(variant: Variant, architecture: int) -> Any:
     cut = variant.options.get("maxnreg")
-    if cut is not None:
+    if isinstance(cut, tuning.ScoresCut):
         registers = tuning.scores_registers(HEADS, cut, architecture // 10)
         variant = replace(variant, options={**variant.options, "maxnreg": registers})
     return compile_variant(variant, architecture)

@@ -54,13 +54,15 @@ def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
 
 def test_what_is_tried() -> None:
     assert tuning.TOP_WARPS in tuning.TOPS
-    assert tuning.SPREAD in tuning.SPREADS and all(4096 % spread == 0 for spread in tuning.SPREADS)
+    assert tuple(4096 // (32 * warps) for warps in tuning.TOPS) == tuning.SPREADS
+    assert tuning.SPREADS[tuning.TOPS.index(tuning.TOP_WARPS)] == tuning.SPREAD
     assert {tuning.FEW, tuning.MANY} <= {*tuning.CUTS}
     assert {tuning.INSIDE_FEW, tuning.INSIDE_MANY} <= {*tuning.INSIDE_CUTS}
 
 
 def test_a_chunks_counts_fit_into_a_half() -> None:
-    assert tuning.CHUNK < 1 << 15 and all(tuning.CHUNK % (32 * warps) == 0 for warps in tuning.TOPS)
+    assert tuning.CHUNK < 1 << 15 and tuning.CHUNK % tuning.PART == 0
+    assert all(tuning.PART % (32 * warps) == 0 for warps in tuning.TOPS)
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
