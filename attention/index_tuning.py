@@ -69,12 +69,13 @@ MAX_TOPK = 2048
 
 
 class ScoresCut(NamedTuple):
-    """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads, and
-    the sixteenths of `wk` that the compressor's holds ahead of its wait."""
+    """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads; tiles
+    that a program holds ahead of its wait; and the sixteenths of `wk` that the compressor's does."""
 
     keys: int
     warps: int
     programs: int
+    held: int = 1
     early: int = 0
 
     @property
@@ -90,11 +91,16 @@ class ScoresCut(NamedTuple):
 
 # Those that may serve a launch with the compressor's programs, and one without; what does, for up to FEW_ROWS rows and
 # for more. Not measured.
-INSIDE_CUTS = ScoresCut(64, 8, 2, 4), ScoresCut(128, 8, 2, 4)
-CUTS = ScoresCut(32, 8, 2), ScoresCut(64, 8, 2), ScoresCut(128, 8, 2), ScoresCut(64, 4, 4)
+INSIDE_CUTS = (
+    ScoresCut(64, 8, 2, 1, 8),
+    ScoresCut(64, 8, 1, 1, 12),
+    ScoresCut(128, 8, 2, 2, 4),
+    ScoresCut(128, 8, 2, 2, 8),
+)
+CUTS = ScoresCut(64, 8, 2), ScoresCut(64, 4, 4), ScoresCut(128, 8, 2, 2), ScoresCut(64, 4, 4, 2)
 FEW_ROWS = 2
-INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[0]
-FEW, MANY = CUTS[1], CUTS[1]
+INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[2]
+FEW, MANY = CUTS[0], CUTS[2]
 
 
 class IndexProjection(NamedTuple):
@@ -140,8 +146,8 @@ def scores_registers(heads: int, cut: ScoresCut, major: int) -> int | None:
 
 
 def score_programs(rows: int, width: int, inside: bool = False) -> int:
-    """Programs that share a row's `width` positions: those that run at once, with the compressor's two of a row where
-    they are inside, or fewer with as many tiles each."""
+    """Programs that share a row's `width` positions: those that run at once, less the one of a row that has the newest
+    keys, or fewer with as many tiles each."""
     cut = scores(rows, inside)
-    tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 2 * inside)
+    tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 1)
     return max(1, -(-tiles // -(-tiles // most)))

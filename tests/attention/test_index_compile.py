@@ -97,7 +97,7 @@ TOP = {
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
 
 
-KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 2 x 8 warps"
+KEY_MAKERS = f"compressor and scores, ratio {{}}, flags False, full False, {tuple(tuning.INSIDE_FEW)}"
 
 
 def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
@@ -131,10 +131,11 @@ def variants() -> dict[str, Variant]:
                 "PADDED": 32,
                 "RATIO": max(ratio, 1),
                 "KEYS": cut.keys,
+                "HELD": cut.held,
                 "FULL": full,
                 "SPREAD": tuning.SPREAD,
             }
-            name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.programs} x {cut.warps} warps"
+            name = f"ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
             with_flags = {**constants, "FLAGS": flags}
             if cut in tuning.CUTS:
                 found[f"scores, {name}"] = launch_of(index_scores_kernel, SCORES, with_flags, cut.warps, **limited)
