@@ -101,6 +101,7 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=attn.indexer.ratio,  # type: ignore[union-attr]
+            PARTS=tuning.key_parts(tuning.COMPRESS_WARPS),
             EARLY=tuning.COMPRESS_EARLY,
             num_warps=tuning.COMPRESS_WARPS,
             launch_pdl=True,
@@ -139,6 +140,7 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=indexer.ratio,
+            PARTS=tuning.key_parts(cut.warps),
             EARLY=cut.early,
             KEYS=cut.keys,
             HELD=cut.held,

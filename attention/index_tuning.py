@@ -51,8 +51,8 @@ SCHEDULES = (
 )
 SCHEDULE = SCHEDULES[1]
 
-# The compressor's warps in a launch of its own, and the sixteenths of `wk` that a program holds ahead of its wait: so
-# many that its registers still fit beside those of a projection's program.
+# The compressor's warps in a launch of its own, and the parts of `wk` that a program holds ahead of its wait: so many
+# that its registers still fit beside those of a projection's program.
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 12
 
 # Neighbouring bins lie in so many stretches of memory, since those in use are neighbours, and each cache line takes one
@@ -70,7 +70,7 @@ MAX_TOPK = 2048
 
 class ScoresCut(NamedTuple):
     """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads; tiles
-    that a program holds ahead of its wait; and the sixteenths of `wk` that the compressor's does."""
+    that a program holds ahead of its wait; and the parts of `wk` that the compressor's does."""
 
     keys: int
     warps: int
@@ -93,12 +93,12 @@ class ScoresCut(NamedTuple):
 # for more. Not measured.
 INSIDE_CUTS = (
     ScoresCut(64, 8, 2, 1, 8),
-    ScoresCut(64, 8, 1, 1, 12),
+    ScoresCut(64, 16, 1, 1, 8),
     ScoresCut(128, 8, 2, 2, 4),
     ScoresCut(128, 8, 2, 2, 8),
 )
 CUTS = ScoresCut(64, 8, 2), ScoresCut(64, 4, 4), ScoresCut(128, 8, 2, 2), ScoresCut(64, 4, 4, 2)
-FEW_ROWS = 2
+FEW_ROWS = 1
 INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[2]
 FEW, MANY = CUTS[0], CUTS[2]
 
@@ -130,6 +130,11 @@ def index_projection(n: int, k: int) -> IndexProjection:
     if TILE * k // splits * 2 > MOST_BYTES or launch.chunks > 16:
         raise ValueError(f"projection: found [{n}, {k}], expected columns of more powers of two, or fewer")
     return launch
+
+
+def key_parts(warps: int) -> int:
+    """In how many parts a program multiplies by `wk`: each has an output a warp."""
+    return 128 // warps
 
 
 def scores(rows: int, inside: bool = False) -> ScoresCut:

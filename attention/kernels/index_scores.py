@@ -1,6 +1,6 @@
 """An indexer's scores of the positions that a request holds, and how many lie where in the numbers' order.
 
-A row's positions are spread over programs, which walk through tiles of them up to the row's own length. Heads are the
+A row's positions are spread over programs, which walk through tiles of them up to the row's own length. Keys are the
 multiplications' wider side; FP8 numbers are multiplied as float16, which holds them all, so that products are exact.
 """
 
@@ -160,9 +160,9 @@ def score_tiles(
     if start < settled:
         loaded = loaded_queries(q, weights, at, rows, row, HEADS, PADDED, N, SPLITS)
         queries, weight = turned_queries(loaded, turned, scale, PADDED)
-        score, column = _scored(held[0], queries, weight), start + tile
+        score, column = _scored(held[0], queries, weight), start + tile  # type: ignore[misc]
         if HELD == 2:
-            score = tl.join(score, _scored(held[1], queries, weight))
+            score = tl.join(score, _scored(held[1], queries, weight))  # type: ignore[misc]
             column = tl.join(column, column + step)
         _leave(score, column, flags, scores, bins, settled, FLAGS, SPREAD)
         start += HELD * step

@@ -77,6 +77,7 @@ def compress_scores_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     RATIO: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
     KEYS: tl.constexpr,
     HELD: tl.constexpr,
@@ -91,7 +92,7 @@ def compress_scores_kernel(
     closed = length(positions, owner, row, width, RATIO)
     if tl.program_id(0) == 0:
         ahead = row_ahead(row, norm, positions, cos_sin, token_to_req, ring, starts, rings, ring_stride, states, RATIO)
-        slot, early = tl.load(index_slots + row), key_ahead(wk, k_norm, ahead[2], EARLY)
+        slot, early = tl.load(index_slots + row), key_ahead(wk, k_norm, ahead[2], PARTS, EARLY)
         column, turn = ahead[0] // RATIO, turn_of(cos_sin + ahead[0] * TAIL)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -99,7 +100,7 @@ def compress_scores_kernel(
         latent = normed_row(partial, row, rows, ahead, eps, rings, ring_stride, states, N, SPLITS, RATIO, False)
         if slot >= 0:
             turned = turned_queries(loaded, turn, scale, PADDED)
-            codes, factor = made_key(latent, wk, early, k_eps, EARLY)
+            codes, factor = made_key(latent, wk, early, k_eps, PARTS, EARLY)
             insert_key(codes, factor, slot, index_cache, index_stride, index_log2)
             if column < closed:
                 _score_key(turned, codes, factor, scores + row * scores_stride + column, bins + row * BINS, SPREAD)
