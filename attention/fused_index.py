@@ -101,6 +101,7 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=attn.indexer.ratio,  # type: ignore[union-attr]
+            PARTS=tuning.key_parts(tuning.COMPRESS_WARPS),
             EARLY=tuning.COMPRESS_EARLY,
             num_warps=tuning.COMPRESS_WARPS,
             launch_pdl=True,
@@ -122,7 +123,7 @@ class FusedIndexer:
         indexer, heads, width = self._checked(attn, q, rows, meta)
         assert meta is not None
         cut, out = tuning.scores(rows, True), _score_rows(rows, width, q.device)
-        compress_scores_kernel[(2 + tuning.score_programs(rows, width, True), rows)](
+        compress_scores_kernel[(1 + tuning.score_programs(rows, width, True), rows)](
             *_compressing(attn, inputs, positions, caches),
             q,
             inputs.heads,
@@ -139,8 +140,10 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=indexer.ratio,
+            PARTS=tuning.key_parts(cut.warps),
             EARLY=cut.early,
             KEYS=cut.keys,
+            HELD=cut.held,
             FULL=full,
             SPREAD=tuning.SPREAD,
             num_warps=cut.warps,
@@ -182,7 +185,7 @@ class FusedIndexer:
             raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
         cache, stride, log2 = key_pages(indexer.k_cache)
         cut, out = tuning.scores(rows), _score_rows(rows, width, q.device)
-        index_scores_kernel[(tuning.score_programs(rows, width), rows)](
+        index_scores_kernel[(1 + tuning.score_programs(rows, width), rows)](
             q,
             inputs.partial,
             rows,
@@ -209,6 +212,7 @@ class FusedIndexer:
             SPLITS=splits,
             RATIO=indexer.ratio,
             KEYS=cut.keys,
+            HELD=cut.held,
             FLAGS=flags is not None,
             FULL=full,
             SPREAD=tuning.SPREAD,

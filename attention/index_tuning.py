@@ -19,8 +19,8 @@ MULTIPROCESSORS = 132
 # of their own ahead of it.
 INSIDE = True
 
-# The compressor's warps in a launch of its own, and the sixteenths of `wk` that a program holds ahead of its wait: so
-# many that its registers still fit beside those of a projection's program.
+# The compressor's warps in a launch of its own, and the parts of `wk` that a program holds ahead of its wait: so many
+# that its registers still fit beside those of a projection's program.
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 12
 
 # Neighbouring bins lie in so many stretches of memory, since those in use are neighbours, and each cache line takes one
@@ -44,12 +44,13 @@ def top_registers(warps: int) -> int:
 
 
 class ScoresCut(NamedTuple):
-    """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads, and
-    the sixteenths of `wk` that the compressor's holds ahead of its wait."""
+    """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads; tiles
+    that a program holds ahead of its wait; and the parts of `wk` that the compressor's does."""
 
     keys: int
     warps: int
     programs: int
+    held: int = 1
     early: int = 0
 
     @property
@@ -65,11 +66,16 @@ class ScoresCut(NamedTuple):
 
 # Those that may serve a launch with the compressor's programs, and one without; what does, for up to FEW_ROWS rows and
 # for more. Not measured.
-INSIDE_CUTS = ScoresCut(64, 8, 2, 4), ScoresCut(128, 8, 2, 4)
-CUTS = ScoresCut(32, 8, 2), ScoresCut(64, 8, 2), ScoresCut(128, 8, 2), ScoresCut(64, 4, 4)
-FEW_ROWS = 2
-INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[0]
-FEW, MANY = CUTS[1], CUTS[1]
+INSIDE_CUTS = (
+    ScoresCut(64, 8, 2, 1, 8),
+    ScoresCut(64, 16, 1, 1, 8),
+    ScoresCut(128, 8, 2, 2, 4),
+    ScoresCut(128, 8, 2, 2, 8),
+)
+CUTS = ScoresCut(64, 8, 2), ScoresCut(64, 4, 4), ScoresCut(128, 8, 2, 2), ScoresCut(64, 4, 4, 2)
+FEW_ROWS = 1
+INSIDE_FEW, INSIDE_MANY = INSIDE_CUTS[0], INSIDE_CUTS[2]
+FEW, MANY = CUTS[0], CUTS[2]
 
 
 class IndexProjection(NamedTuple):
@@ -101,6 +107,11 @@ def index_projection(n: int, k: int) -> IndexProjection:
     return launch
 
 
+def key_parts(warps: int) -> int:
+    """In how many parts a program multiplies by `wk`: each has an output a warp."""
+    return 128 // warps
+
+
 def scores(rows: int, inside: bool = False) -> ScoresCut:
     """The cut of a launch of so many rows; inside: with the compressor's programs."""
     if inside:
@@ -115,8 +126,8 @@ def scores_registers(heads: int, cut: ScoresCut, major: int) -> int | None:
 
 
 def score_programs(rows: int, width: int, inside: bool = False) -> int:
-    """Programs that share a row's `width` positions: those that run at once, with the compressor's two of a row where
-    they are inside, or fewer with as many tiles each."""
+    """Programs that share a row's `width` positions: those that run at once, less the one of a row that has the newest
+    keys, or fewer with as many tiles each."""
     cut = scores(rows, inside)
-    tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 2 * inside)
+    tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 1)
     return max(1, -(-tiles // -(-tiles // most)))

@@ -12,8 +12,8 @@ from specialized_decode.attention.kernels.norm_insert import insert_record
 
 TILE, ROWS = tl.constexpr(16), tl.constexpr(16)
 BLOCKS, BLOCK, WIDTH, HALF = tl.constexpr(8), tl.constexpr(64), tl.constexpr(512), tl.constexpr(32)
-# A key's numbers, and the parts that they are made in.
-KEY, PARTS = tl.constexpr(128), tl.constexpr(16)
+# A key's numbers.
+KEY = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
 
 
@@ -153,19 +153,20 @@ def _halves(x, N: tl.constexpr):
 
 
 @triton.jit
-def _weights_of(wk, i):
-    """Both halves of the columns of every PARTS-th output from i on, [8, 256] each: a warp reads a row of them."""
+def _weights_of(wk, i, PARTS: tl.constexpr):
+    """Both halves of the columns of every PARTS-th output from i on, each [128 / PARTS, 256]: a warp reads a row of
+    them, where there are as many."""
     at = wk + (tl.arange(0, KEY // PARTS) * PARTS + i)[:, None] * WIDTH + tl.arange(0, WIDTH // 2)[None, :]
     return tl.load(at), tl.load(at + WIDTH // 2)
 
 
 @triton.jit
-def key_ahead(wk, k_norm, turn, EARLY: tl.constexpr):
-    """What the program that makes a row's key reads ahead of the wait: EARLY parts of `wk`'s outputs, which it holds,
-    the norm's weight, cosines and sines."""
+def key_ahead(wk, k_norm, turn, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    """What the program that makes a row's key reads ahead of the wait: EARLY of PARTS parts of `wk`'s outputs, which it
+    holds, the norm's weight, cosines and sines."""
     weights = ()
     for i in tl.static_range(EARLY):
-        weights = weights + (_weights_of(wk, i),)  # type: ignore[assignment]  # noqa: RUF005
+        weights = weights + (_weights_of(wk, i, PARTS),)  # type: ignore[assignment]  # noqa: RUF005
     # Into the L2 cache alone, a line each: a load that nobody may leave out.
     line = tl.arange(0, KEY * WIDTH * 2 // 128)
     tl.load(wk + line * 64, volatile=True)
@@ -185,8 +186,8 @@ def _joined(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def made_key(latent, wk, ahead, eps, EARLY: tl.constexpr):
-    """The key made of a latent: codes [128] float8e4nv, and their scale."""
+def made_key(latent, wk, ahead, eps, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    """The key made of a latent, in 8 or 16 parts: codes [128] float8e4nv, and their scale."""
     weights, norm, cos, sin = ahead
     first, second = _halves(latent, WIDTH)
     sums = ()
@@ -194,12 +195,14 @@ def made_key(latent, wk, ahead, eps, EARLY: tl.constexpr):
         if i < EARLY:
             own = weights[i]
         else:
-            own = _weights_of(wk, i)
+            own = _weights_of(wk, i, PARTS)
         products = own[0].to(tl.float32) * first[None, :]
         products = tl.fma(own[1].to(tl.float32), second[None, :], products)
         sums = sums + (tl.sum(products, 1),)  # type: ignore[assignment]  # noqa: RUF005
     # Output r PARTS + i is number r of sum i: the bits of i, largest first, are the axes behind that of r.
-    sums = _joined(_joined(_joined(_joined(sums, 8), 4), 2), 1)
+    if PARTS == 16:
+        sums = _joined(sums, 8)
+    sums = _joined(_joined(_joined(sums, 4), 2), 1)
     key = tl.reshape(sums[0], (KEY,)).to(tl.bfloat16).to(tl.float32)
     key = normed(key, norm, tl.sum(key * key), eps, KEY).to(tl.float32)
     real, imaginary = tl.split(tl.reshape(key, (KEY // 2, 2)))
@@ -248,6 +251,7 @@ def compress_kernel(
     N: tl.constexpr,
     SPLITS: tl.constexpr,
     RATIO: tl.constexpr,
+    PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid (rows, 2): one program of a row stores its record, and the row in its ring, the other its key. partial:
@@ -255,8 +259,8 @@ def compress_kernel(
     int64; cos_sin: [positions, 64] float32; RATIO 2 alone: ring: [rows] int64 slots, starts: [requests + 1] int32,
     rings: float32 pages of `states` rows of 1024, `ring_stride` numbers apart. slots, index_slots: [rows] int64, -1 for
     no insert; cache, index_cache: uint8 pages of 2**log2 KV records and 2**index_log2 keys (see `attention.reference`),
-    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16. EARLY: sixteenths of wk that are held ahead of
-    the wait."""
+    strides in bytes; wk: [128, 512] and k_norm: [128] bfloat16. wk is multiplied in PARTS parts, 8 or 16,
+    of which EARLY are held ahead of the wait."""
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         store_row(
@@ -265,10 +269,10 @@ def compress_kernel(
         )  # fmt: skip
     else:
         ahead = row_ahead(row, norm, positions, cos_sin, token_to_req, ring, starts, rings, ring_stride, states, RATIO)
-        slot, early = tl.load(index_slots + row), key_ahead(wk, k_norm, ahead[2], EARLY)
+        slot, early = tl.load(index_slots + row), key_ahead(wk, k_norm, ahead[2], PARTS, EARLY)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
         latent = normed_row(partial, row, rows, ahead, eps, rings, ring_stride, states, N, SPLITS, RATIO, False)
         if slot >= 0:
-            codes, factor = made_key(latent, wk, early, k_eps, EARLY)
+            codes, factor = made_key(latent, wk, early, k_eps, PARTS, EARLY)
             insert_key(codes, factor, slot, index_cache, index_stride, index_log2)

@@ -1,6 +1,6 @@
 """An indexer's scores of the positions that a request holds, and how many lie where in the numbers' order.
 
-A row's positions are spread over programs, which walk through tiles of them up to the row's own length. Heads are the
+A row's positions are spread over programs, which walk through tiles of them up to the row's own length. Keys are the
 multiplications' wider side; FP8 numbers are multiplied as float16, which holds them all, so that products are exact.
 """
 
@@ -11,6 +11,8 @@ WIDTH, TAIL, HALF = tl.constexpr(128), tl.constexpr(64), tl.constexpr(32)
 LARGEST = tl.constexpr(448.0)
 # Bits of an ordered number that name its bin; how many bins there are.
 BIN_BITS, BINS = tl.constexpr(12), tl.constexpr(4096)
+# No fewer than the rows of a step.
+NEWEST = tl.constexpr(16)
 
 
 @triton.jit
@@ -41,35 +43,47 @@ def length(positions, owner, row, width, RATIO: tl.constexpr):
 
 
 @triton.jit
-def _keys(cache, stride, table, log2, column, inside):
-    """A tile's keys [n, 128] uint8 and their scales [n] float32, zeros where they are not wanted."""
-    page = cache + tl.load(table + (column >> log2), inside, other=0).to(tl.int64) * stride
-    page = tl.multiple_of(page, 16)
-    state = column & ((1 << log2) - 1)
-    d = tl.arange(0, WIDTH)
-    codes = tl.load((page + state * WIDTH)[:, None] + d[None, :], inside[:, None], other=0)
-    scale = tl.load((page + (WIDTH << log2) + state * 4).to(tl.pointer_type(tl.float32)), inside, other=0.0)
-    return codes, scale
+def _page(cache, stride, table, log2, column, inside):
+    """The pages that columns lie in."""
+    return tl.multiple_of(cache + tl.load(table + (column >> log2), inside, other=0).to(tl.int64) * stride, 16)
 
 
 @triton.jit
-def loaded_queries(q, weights, at, turn, rows, row, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
-    """The row's queries [heads, 128] bfloat16 as projected, the heads' weights, and cosines and sines of pairs."""
+def _keys(page, log2, column, inside):
+    """A tile's keys [n, 128] uint8 and their scales [n] float32, zeros where they are not wanted."""
+    state = column & ((1 << log2) - 1)
+    place = (page + state * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    factor = (page + (WIDTH << log2) + state * 4).to(tl.pointer_type(tl.float32))
+    # Past the first-level cache: read ahead of a wait, a line may hold scales that are not there yet.
+    codes = tl.load(place, inside[:, None], other=0, cache_modifier=".cg")
+    return codes, tl.load(factor, inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def turn_of(turn):
+    """Cosines and sines of a query's or a key's 64 pairs, of which the last half turns."""
+    pair = tl.arange(0, WIDTH // 2)
+    last = pair >= (WIDTH - TAIL) // 2
+    return tl.load(turn + pair - HALF, last, other=1.0), tl.load(turn + pair, last, other=0.0)
+
+
+@triton.jit
+def loaded_queries(q, weights, at, rows, row, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip  # noqa: E501
+    """The row's queries [heads, 128] bfloat16 as projected, and the heads' weights."""
     head, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
     inside = head < HEADS
     x = tl.load(q + (row * HEADS + head)[:, None] * WIDTH + d[None, :], inside[:, None], other=0.0)
     weight = tl.load(weights + row * N + at + head, inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         weight += tl.load(weights + (split * rows + row) * N + at + head, inside, other=0.0)
-    pair = tl.arange(0, WIDTH // 2)
-    last = pair >= (WIDTH - TAIL) // 2
-    return x, weight, tl.load(turn + pair - HALF, last, other=1.0), tl.load(turn + pair, last, other=0.0)
+    return x, weight
 
 
 @triton.jit
-def turned_queries(loaded, scale, PADDED: tl.constexpr):
+def turned_queries(loaded, turn, scale, PADDED: tl.constexpr):
     """Loaded queries, turned and quantized, as float16, and the heads' weights with their scales."""
-    x, weight, cos, sin = loaded
+    x, weight = loaded
+    cos, sin = turn
     real, imaginary = tl.split(tl.reshape(x.to(tl.float32), (PADDED, WIDTH // 2, 2)))
     cos, sin = cos[None, :], sin[None, :]
     turned = tl.join(real * cos - imaginary * sin, imaginary * cos + real * sin)
@@ -93,75 +107,98 @@ def count_score(bins, score, counted, SPREAD: tl.constexpr):
 
 
 @triton.jit
+def _multipliable(codes):
+    """Keys as float16."""
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _scored(keys, queries, weight):
+    """Scores of a tile's keys and their scales."""
+    dots = tl.dot(keys[0], tl.trans(queries))
+    return tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * keys[1]
+
+
+@triton.jit
+def _leave(score, column, flags, scores, bins, known, FLAGS: tl.constexpr, SPREAD: tl.constexpr):
+    """Stores and counts the scores of columns below `known`."""
+    inside = column < known
+    if FLAGS:
+        flagged = inside & (tl.load(flags + column, inside, other=0) != 0)
+        tl.store(scores + column, tl.where(flagged, score, float("-inf")), inside)
+        count_score(bins, score, flagged, SPREAD)
+    else:
+        tl.store(scores + column, score, inside)
+        count_score(bins, score, inside, SPREAD)
+
+
+@triton.jit
 def score_tiles(
-    q,
-    weights,
-    rows,
-    row,
-    at,
-    turn,
-    table,
-    cache,
-    stride,
-    log2,
-    flags,
-    scores,
-    width,
-    bins,
-    scale,
-    closed,
-    settled,
-    program,
-    programs,
-    HEADS: tl.constexpr,
-    PADDED: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FLAGS: tl.constexpr,
-    FULL: tl.constexpr,
-    SPREAD: tl.constexpr,
-    APART: tl.constexpr,
-):
-    """What one of a row's `programs` does, waits included; see `index_scores_kernel`. Keys of this step may not be
-    there before the wait; those of columns below `settled` are, and are on their way ahead of it. APART: the others, up
-    to `closed`, are not its business."""
-    known = closed
-    if APART:
-        known = settled
-    end = known
-    if FULL:
-        end = tl.full((), 0, tl.int32) + width
-    first = program * KEYS
-    column = first + tl.arange(0, KEYS)
-    codes, key_scale = _keys(cache, stride, table, log2, column, column < settled)
+    q, weights, rows, row, at, turn, table, cache, stride, log2, flags, scores, width, bins, scale, closed, settled,
+    program, programs, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    KEYS: tl.constexpr, HELD: tl.constexpr, FLAGS: tl.constexpr, FULL: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """What one of a row's `programs` does, waits included, with columns below `settled`, whose keys are there before
+    the wait: those of its first HELD tiles, one or two, are not only asked for but also widened ahead of it, and in
+    their place for the multiplication. What lies behind `settled` there, up to `closed`, is read and not used, so that
+    no load waits to know. FULL: -inf behind `closed`."""
+    tile, step = tl.arange(0, KEYS), programs * KEYS
+    start = program * KEYS
+    pages, asked, held = (), (), ()
+    # Each for all tiles, before the first tile's is there.
+    for i in tl.static_range(HELD):
+        own = start + i * step + tile
+        pages = pages + (_page(cache, stride, table, log2, own, own < closed),)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(HELD):
+        own = start + i * step + tile
+        asked = asked + (_keys(pages[i], log2, own, own < closed),)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(HELD):
+        held = held + ((_multipliable(asked[i][0]), asked[i][1]),)  # type: ignore[assignment]  # noqa: RUF005
+    turned = turn_of(turn)
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    if first < end:
-        if not APART:  # noqa: SIM102
-            if first + KEYS > settled:
-                inside = (column >= settled) & (column < closed)
-                new_codes, new_scale = _keys(cache, stride, table, log2, column, inside)
-                codes, key_scale = codes | new_codes, key_scale + new_scale
-        loaded = loaded_queries(q, weights, at, turn, rows, row, HEADS, PADDED, N, SPLITS)
-        queries, weight = turned_queries(loaded, scale, PADDED)
-        for start in range(first, end, programs * KEYS):
-            column = start + tl.arange(0, KEYS)
-            keys = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            own_scale = key_scale
-            # The next tile's are on their way meanwhile.
-            ahead = column + programs * KEYS
-            codes, key_scale = _keys(cache, stride, table, log2, ahead, ahead < known)
-            dots = tl.dot(queries, tl.trans(keys))
-            score = tl.sum(tl.maximum(dots, 0.0) * weight[:, None], 0) * own_scale
-            inside = column < known
-            if FLAGS:
-                inside = inside & (tl.load(flags + column, inside, other=0) != 0)
-            stored = column < end
-            if APART:
-                stored = stored & ((column < settled) | (column >= closed))
-            tl.store(scores + column, tl.where(inside, score, float("-inf")), stored)
-            count_score(bins, score, inside, SPREAD)
+    if start < settled:
+        loaded = loaded_queries(q, weights, at, rows, row, HEADS, PADDED, N, SPLITS)
+        queries, weight = turned_queries(loaded, turned, scale, PADDED)
+        score, column = _scored(held[0], queries, weight), start + tile  # type: ignore[misc]
+        if HELD == 2:
+            score = tl.join(score, _scored(held[1], queries, weight))  # type: ignore[misc]
+            column = tl.join(column, column + step)
+        _leave(score, column, flags, scores, bins, settled, FLAGS, SPREAD)
+        start += HELD * step
+        if start < settled:
+            page = _page(cache, stride, table, log2, start + tile, start + tile < settled)
+            codes, key_scale = _keys(page, log2, start + tile, start + tile < settled)
+            for first in range(start, settled, step):
+                keys = _multipliable(codes), key_scale
+                # The next tile's are on their way meanwhile.
+                ahead = first + step + tile
+                page = _page(cache, stride, table, log2, ahead, ahead < settled)
+                codes, key_scale = _keys(page, log2, ahead, ahead < settled)
+                found = _scored(keys, queries, weight)
+                _leave(found, first + tile, flags, scores, bins, settled, FLAGS, SPREAD)
+    if FULL:
+        for first in range(closed + program * KEYS, width, step):
+            tl.store(scores + first + tile, tl.full((KEYS,), float("-inf"), tl.float32), first + tile < width)
+
+
+@triton.jit
+def _score_newest(
+    q, weights, rows, row, at, turn, table, cache, stride, log2, flags, scores, bins, scale, closed, settled,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, FLAGS: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
+    """Likewise, waits included, with the columns from `settled` on, up to 16, whose keys this step may have made."""
+    column, turned = settled + tl.arange(0, NEWEST), turn_of(turn)
+    page = _page(cache, stride, table, log2, column, column < closed)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    if settled < closed:
+        loaded = loaded_queries(q, weights, at, rows, row, HEADS, PADDED, N, SPLITS)
+        codes, key_scale = _keys(page, log2, column, column < closed)
+        queries, weight = turned_queries(loaded, turned, scale, PADDED)
+        score = _scored((_multipliable(codes), key_scale), queries, weight)
+        _leave(score, column, flags, scores, bins, closed, FLAGS, SPREAD)
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride", "log2", "flags_stride", "width", "at"])
@@ -192,25 +229,35 @@ def index_scores_kernel(
     SPLITS: tl.constexpr,
     RATIO: tl.constexpr,
     KEYS: tl.constexpr,
+    HELD: tl.constexpr,
     FLAGS: tl.constexpr,
     FULL: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Grid (programs, rows). q: [rows, HEADS, 128] bfloat16, not rotated; weights: [SPLITS, rows, N] float32, the
-    heads' from column `at` on; positions: [rows] int64; cos_sin: [positions, 64] float32; owner: [rows] int64, negative
-    for padding; token_to_req: [rows] int32; block_table: [requests, n] int32; cache: uint8 pages of 2**log2 index keys
-    (see `attention.reference`), `stride` bytes apart; flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf;
-    scores: [rows, width] float32, up to the row's length, or FULL with -inf behind it; bins: [rows, 4096] int32, to
-    which the numbers found are added, see `count_score`. Rows of flags and scores lie their strides apart. PADDED: a
-    power of two of heads."""
+    """Grid (1 + programs, rows), of which a row's first has the newest keys. q: [rows, HEADS, 128] bfloat16, not
+    rotated; weights: [SPLITS, rows, N] float32, the heads' from column `at` on; positions: [rows] int64; cos_sin:
+    [positions, 64] float32; owner: [rows] int64, negative for padding; token_to_req: [rows] int32; block_table:
+    [requests, n] int32; cache: uint8 pages of 2**log2 index keys (see `attention.reference`), `stride` bytes apart;
+    flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf; scores: [rows, width] float32, up to the row's
+    length, or FULL with -inf behind it; bins: [rows, 4096] int32, to which the numbers found are added, see
+    `count_score`. Rows of flags and scores lie their strides apart. PADDED: a power of two of heads; HELD: see
+    `score_tiles`."""
     row = tl.program_id(1).to(tl.int64)
     # Inputs of the step.
     closed = length(positions, owner, row, width, RATIO)
     table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
     turn = cos_sin + tl.load(positions + row) * TAIL
     # A request's keys of this step are no more than it has rows.
-    score_tiles(
-        q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
-        scores + row * scores_stride, width, bins + row * BINS, scale, closed, closed - rows, tl.program_id(0),
-        tl.num_programs(0), HEADS, PADDED, N, SPLITS, KEYS, FLAGS, FULL, SPREAD, False,
-    )  # fmt: skip
+    settled = tl.maximum(closed - rows, 0)
+    if tl.program_id(0) == 0:
+        _score_newest(
+            q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
+            scores + row * scores_stride, bins + row * BINS, scale, closed, settled,
+            HEADS, PADDED, N, SPLITS, FLAGS, SPREAD,
+        )  # fmt: skip
+    else:
+        score_tiles(
+            q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
+            scores + row * scores_stride, width, bins + row * BINS, scale, closed, settled, tl.program_id(0) - 1,
+            tl.num_programs(0) - 1, HEADS, PADDED, N, SPLITS, KEYS, HELD, FLAGS, FULL, SPREAD,
+        )  # fmt: skip

@@ -97,7 +97,7 @@ TOP = {
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
 
 
-KEY_MAKERS = "compressor and scores, ratio {}, flags False, full False, 64 keys, 2 x 8 warps"
+KEY_MAKERS = [f"compressor and scores, ratio {{}}, flags False, full False, {tuple(cut)}" for cut in tuning.INSIDE_CUTS]
 
 
 def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
@@ -118,7 +118,8 @@ def variants() -> dict[str, Variant]:
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
-            constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
+            parts = tuning.key_parts(tuning.COMPRESS_WARPS)
+            constants = {**common, "RATIO": ratio, "PARTS": parts, "EARLY": tuning.COMPRESS_EARLY}
             variant = launch_of(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, **unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
@@ -131,15 +132,16 @@ def variants() -> dict[str, Variant]:
                 "PADDED": 32,
                 "RATIO": max(ratio, 1),
                 "KEYS": cut.keys,
+                "HELD": cut.held,
                 "FULL": full,
                 "SPREAD": tuning.SPREAD,
             }
-            name = f"ratio {ratio}, flags {flags}, full {full}, {cut.keys} keys, {cut.programs} x {cut.warps} warps"
+            name = f"ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
             with_flags = {**constants, "FLAGS": flags}
             if cut in tuning.CUTS:
                 found[f"scores, {name}"] = launch_of(index_scores_kernel, SCORES, with_flags, cut.warps, **limited)
             elif ratio:
-                constants["EARLY"] = cut.early
+                constants |= {"PARTS": tuning.key_parts(cut.warps), "EARLY": cut.early}
                 variant = launch_of(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, **limited)
                 found[f"compressor and scores, {name}"] = variant
     for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
@@ -199,7 +201,7 @@ def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     share = tuning.TILE * HIDDEN // variant.constants["SPLITS"] * 2 // (32 * variant.warps)
     assert before.count("ld.global.v4") == share // 16
     assert "mma" in behind and "mma" not in before
-    for name in (f"compressor, ratio {ratio}", KEY_MAKERS.format(ratio)):
+    for name in (f"compressor, ratio {ratio}", *(maker.format(ratio) for maker in KEY_MAKERS)):
         # Ahead of one of the waits, of which each kind of program has its own.
         variant, counts = VARIANTS[name], []
         early = variant.constants["EARLY"]
@@ -208,4 +210,4 @@ def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
             waits = compiled(changed, 90).asm["ptx"].split("griddepcontrol.wait")[:-1]
             counts.append([ahead.count("ld.global.v4") for ahead in waits])
         more = max(held - none for held, none in zip(*counts, strict=True))
-        assert more == early * 8 * 512 * 2 // 16 // (32 * variant.warps), name
+        assert more == early * 128 // variant.constants["PARTS"] * 512 * 2 // 16 // (32 * variant.warps), name

@@ -39,7 +39,7 @@ def test_programs_of_the_scores(rows: int, inside: bool) -> None:
     cut = tuning.scores(rows, inside)
     for width in (1, 64, 65, 4096, 1 << 20):
         programs = tuning.score_programs(rows, width, inside)
-        assert 1 <= programs <= -(-width // cut.keys) and (programs + 2 * inside) * rows <= cut.resident
+        assert 1 <= programs <= -(-width // cut.keys) and (programs + 1) * rows <= cut.resident
     assert [tuning.score_programs(rows, width, inside) for width in (cut.keys, cut.keys + 1)] == [1, 2]
 
 
