@@ -54,6 +54,7 @@ def project_fp8(
         eps,
         **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None),
         num_warps=launch.warps,
+        num_ctas=launch.cluster,
         launch_pdl=True,
     )
     return y
@@ -78,6 +79,7 @@ def constants(
         "LATE": launch.late,
         "STRIDE": (groups * k if stride is None else stride) // 2,
         "NORM": norm,
+        "CLUSTER": launch.cluster,
     }
 
 

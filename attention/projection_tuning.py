@@ -27,7 +27,7 @@ class Projection(NamedTuple):
     """How a projection's programs are cut: warps side by side over tiles of 16 outputs, tiles of each, warps that share
     a tile's columns, blocks of 32 columns that a warp holds at once, how often it does, groups in which its weights
     arrive, blocks of the input that it asks for at once, whether the next launch may start at once, and whether only
-    when all of the input has been asked for."""
+    when all of the input has been asked for; and programs of a cluster, which share the tiles' columns."""
 
     tile_warps: int
     tiles: int
@@ -38,6 +38,7 @@ class Projection(NamedTuple):
     ahead: int
     early: bool
     late: bool = False
+    cluster: int = 1
 
     @property
     def warps(self) -> int:
@@ -103,7 +104,7 @@ def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
     found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=not own.early)]
     if not own.early:
         found += [cut._replace(early=False, late=True) for cut in found if cut.tiles == 1 and not cut.early]
-    return list(dict.fromkeys(found + _alone(own, tiles * groups)))
+    return list(dict.fromkeys(found + _alone(own, tiles * groups) + _clusters(own, tiles, blocks)))
 
 
 def _alone(own: Projection, tiles: int) -> list[Projection]:
@@ -120,6 +121,21 @@ def _alone(own: Projection, tiles: int) -> list[Projection]:
     ]
     wide = [_ahead(cut, blocks) for cut in fit for blocks in (5, 10)]
     return [cut._replace(early=early, late=late) for cut in wide for early, late in STARTS]
+
+
+def _clusters(own: Projection, tiles: int, blocks: int) -> list[Projection]:
+    """As many programs as `projection`'s single ones, two or four of a cluster, each with a share of the columns of as
+    many tiles: less of the rows is read. tiles: of a group."""
+    found = []
+    for cluster in (2, 4):
+        for tile_warps in (1, 2, 4):
+            k_warps = MOST_WARPS // tile_warps
+            fits = cluster % tile_warps == 0 and tiles % cluster == 0 and blocks % (cluster * k_warps) == 0
+            if own.chunks == own.tile_warps == 1 and fits and blocks // cluster // k_warps <= 10:
+                per_warp = blocks // cluster // k_warps
+                cut = Projection(tile_warps, cluster // tile_warps, k_warps, per_warp, 1, 1, 10, False, True, cluster)
+                found.append(_ahead(cut, 10))
+    return found
 
 
 def _ahead(launch: Projection, blocks: int) -> Projection:

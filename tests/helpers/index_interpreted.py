@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,10 +50,15 @@ def run_interpreted(path: str) -> None:
     prepare_interpreter(_no_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     from specialized_decode.attention import fused_index, index_tuning
+    from specialized_decode.attention.kernels import index_projection, projection
+    from specialized_decode.boundary.kernels import fragments
+    from tests.helpers.emulated_kernels import emulate
 
     # A row's programs take several tiles each.
     index_tuning.MULTIPROCESSORS = 8
-    # What it multiplies queries with is no Triton kernel.
+    # Gluon has no interpreter.
+    emulate(pytest.MonkeyPatch(), fused_index, (index_projection, projection, fragments))
+    # What it multiplies queries with is checked elsewhere.
     fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
