@@ -19,6 +19,9 @@ ROUND_BYTES = 80 * 1024
 # Programs that keep an H200's memory busy: its multiprocessors, but for a few.
 ROUND = 110
 MULTIPROCESSORS = 132
+# Of launches of more rows than these, whose single programs have a tile each: programs of a cluster, one for none, and
+# warps side by side over its tiles. Not measured.
+FEW_ROWS, CLUSTER, CLUSTER_WARPS = 4, 1, 1
 # Whether the next launch starts early or late.
 STARTS = ((False, False), (False, True), (True, False))
 
@@ -56,9 +59,9 @@ class Projection(NamedTuple):
         return self.program_tiles * self.k_warps * self.per_warp * BLOCK_BYTES
 
 
-def projection(n: int, k: int, groups: int = 1) -> Projection:
-    """The launch of a projection [n, k] whose outputs are split over groups. Raises ValueError for widths that do not
-    divide into tiles and warps."""
+def projection(n: int, k: int, groups: int = 1, rows: int = 1) -> Projection:
+    """The launch of a projection [n, k] whose outputs are split over groups, of so many rows. Raises ValueError for
+    widths that do not divide into tiles and warps."""
     tiles, blocks = _checked(n, k, groups)
     chunks = 1
     while blocks // chunks * BLOCK_BYTES > ROUND_BYTES and blocks % (2 * chunks) == 0:
@@ -77,7 +80,13 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
     launch = Projection(tile_warps, 1, k_warps, held // k_warps, chunks, 2, 5, early)
     if launch.bytes > MOST_BYTES:
         raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
-    return _ahead(launch, 5)
+    launch = _ahead(launch, 5)
+    if rows > FEW_ROWS:
+        wanted = CLUSTER, CLUSTER_WARPS
+        return next(
+            (cut for cut in _clusters(launch, tiles, blocks) if (cut.cluster, cut.tile_warps) == wanted), launch
+        )
+    return launch
 
 
 def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:

@@ -12,12 +12,13 @@ from specialized_decode.boundary import reference
 from specialized_decode.boundary.kernels import fragments
 from tests.helpers.emulated_kernels import emulate
 from tests.helpers.index_case import IndexCase, Shape, assert_projected
+from tests.helpers.step_linear import fp8_linear
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("shape", [Shape(), Shape(ratio=2, heads=20, hidden=640), Shape(compressor=False, heads=8)])
 @pytest.mark.parametrize("cut", range(len(index_cuts.PROJECTION_CUTS)))
-def test_index_projection(cut: int, shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_projection(cut: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (8, 1, 3)[cut % 3]
     emulate(monkeypatch, fused_index, (index_projection, projection, fragments))
     monkeypatch.setattr(index_cuts, "PROJECTION", index_cuts.PROJECTION_CUTS[cut])
     case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows)
@@ -45,3 +46,16 @@ def test_projection(n: int, k: int, groups: int, monkeypatch: pytest.MonkeyPatch
             error = (fused.project_fp8(x, prepared, groups, launch).double() - exact).norm()
             assert error <= 1.1 * best, f"{launch}: found an error of {error:g}, a rounding has {best:g}"
     assert k != 5120 or seen == {1, 2, 4}
+
+
+@pytest.mark.parametrize(("cluster", "warps"), [(2, 1), (4, 2)])
+def test_layer_whose_launch_depends_on_rows(cluster: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = emulate(monkeypatch, fused, (projection, fragments))
+    monkeypatch.setattr(tuning, "CLUSTER", cluster)
+    monkeypatch.setattr(tuning, "CLUSTER_WARPS", warps)
+    layer = fused.FusedLinear(fp8_linear(0, 64, 5120, 5120**-0.5, torch.device("cpu")))
+    assert (layer.launch.cluster, layer.many.cluster, layer.many.tile_warps) == (1, cluster, warps)
+    x = torch.randn(8, 5120, generator=torch.Generator().manual_seed(1)).bfloat16()
+    few, many = layer(x[:4]), layer(x)
+    assert kernels["projection_kernel"].launches == [4, 4 // cluster]
+    torch.testing.assert_close(many[:4], few, rtol=2.0**-7, atol=1e-3)
