@@ -50,14 +50,10 @@ def run_interpreted(path: str) -> None:
     prepare_interpreter(_no_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     from specialized_decode.attention import fused_index, index_tuning
-    from specialized_decode.attention.kernels import index_projection, projection
-    from specialized_decode.boundary.kernels import fragments
-    from tests.helpers.emulated_kernels import emulate
 
     # A row's programs take several tiles each.
     index_tuning.MULTIPROCESSORS = 8
-    # Gluon has no interpreter.
-    emulate(pytest.MonkeyPatch(), fused_index, (index_projection, projection, fragments))
+    emulate_projection(pytest.MonkeyPatch())
     # What it multiplies queries with is checked elsewhere.
     fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
@@ -68,6 +64,16 @@ def run_interpreted(path: str) -> None:
             failures[name] = str(error) or repr(error)
     steps = {beside: _steps(beside, beside != "index") for beside in ("index", "wq_b", "nothing")}
     torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
+
+
+def emulate_projection(patch: pytest.MonkeyPatch) -> None:
+    """The index projection in a process that interprets the other kernels: Gluon has no interpreter."""
+    from specialized_decode.attention import fused_index
+    from specialized_decode.attention.kernels import index_projection, projection
+    from specialized_decode.boundary.kernels import fragments
+    from tests.helpers.emulated_kernels import emulate
+
+    emulate(patch, fused_index, (index_projection, projection, fragments))
 
 
 def _no_assembly(asm: str, *_: object, **__: object) -> Any:
