@@ -9,7 +9,8 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused import NormedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
-from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.kernels.index_inputs import compress_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
 from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
@@ -43,6 +44,20 @@ def key_pages(cache: Tensor) -> tuple[Tensor, int, int]:
     return cache, stride, log2_states(cache.shape[1])
 
 
+def projection_constants(first: int, heads: int, launch: tuning.IndexProjection) -> dict[str, int]:
+    """The projection's compile-time arguments. first: outputs ahead of the heads' weights."""
+    return {
+        "FIRST": first,
+        "HEADS": heads,
+        "N": -(-(first + heads) // tuning.TILE) * tuning.TILE,
+        "SPLITS": launch.splits,
+        "TILES": launch.tiles,
+        "K_WARPS": launch.k_warps,
+        "PER_WARP": launch.per_warp,
+        "EARLY": launch.early,
+    }
+
+
 class FusedIndexer:
     """The kernels of one layer that selects positions, for up to `tuning.MAX_ROWS` rows: of its compressor, where it
     has one, and its indexer. `bins` is shared by all layers, whose calls follow each other."""
@@ -74,20 +89,14 @@ class FusedIndexer:
         check_rows("x", x, torch.bfloat16, (rows, k))
         launch = self.launch
         partial = torch.empty(launch.splits, rows, n, dtype=torch.float32, device=x.device)
-        index_projection_kernel[(n // tuning.TILE, launch.splits)](
-            x,
-            self.weight,
-            self.heads,
+        index_projection_kernel[(launch.splits * n // tuning.TILE // launch.tiles,)](
+            x.view(torch.int32),
+            self.weight.view(torch.int32),
+            self.heads.view(torch.int32),
             partial,
             rows,
-            FIRST=self.first_head,
-            HEADS=self.heads.shape[0],
-            N=n,
-            PARTS=launch.parts,
-            SPLITS=launch.splits,
-            CHUNKS=launch.chunks,
-            COLUMNS=launch.columns,
-            num_warps=launch.parts,
+            **projection_constants(self.first_head, self.heads.shape[0], launch),
+            num_warps=launch.k_warps,
             launch_pdl=True,
         )
         return IndexInputs(partial, self.first_head)

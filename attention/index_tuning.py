@@ -6,12 +6,9 @@ from typing import NamedTuple
 # Rows up to which a step runs the index kernels: the head weights and the compressor are projected with rows as the
 # multiplication's narrow side.
 MAX_ROWS = 8
-TILE = 16
-# Warps of a projection's program, which share a tile's columns, and bytes of weights that it holds in registers.
-PROJECTION_WARPS = 8
-MOST_BYTES = 96 * 1024
-# Programs that keep an H200's memory busy.
-ROUND = 110
+TILE, BLOCK = 16, 32
+# Bytes of a tile's block of columns.
+BLOCK_BYTES = TILE * BLOCK * 2
 MULTIPROCESSORS = 132
 
 
@@ -79,32 +76,67 @@ FEW, MANY = CUTS[0], CUTS[2]
 
 
 class IndexProjection(NamedTuple):
-    """How the projection [N, K] is cut: programs that share a tile of 16 outputs, and for each the chunks of its
-    columns, the parts of a chunk, one a warp, and columns of a part."""
+    """How the projection [N, K] is cut: programs that share the columns of a tile of 16 outputs, and for each its
+    tiles, the warps that share its columns, blocks of 32 columns of a warp, and whether the next launch may start at
+    once."""
 
     splits: int
-    chunks: int
-    parts: int
-    columns: int
+    tiles: int
+    k_warps: int
+    per_warp: int
+    early: bool
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory of a program's weights."""
+        return self.tiles * self.k_warps * self.per_warp * BLOCK_BYTES
 
 
-def index_projection(n: int, k: int) -> IndexProjection:
-    """The launch of a projection [n, k]. Raises ValueError for widths that do not divide into tiles and warps."""
-    if n <= 0 or n % TILE or k <= 0 or k % 16:
-        raise ValueError(f"projection: found [{n}, {k}], expected multiples of {TILE}")
-    parts = max(count for count in (1, 2, 4, PROJECTION_WARPS) if k % (16 * count) == 0)
-    share = k // parts
-    splits = 1
-    # More programs where there are not as many as multiprocessors, fewer columns where they do not fit.
-    while share // splits % 32 == 0 and (
-        (n // TILE * splits < ROUND and share // splits > 32) or TILE * k // splits * 2 > MOST_BYTES
-    ):
-        splits *= 2
-    columns = min(share // splits & -(share // splits), 64)
-    launch = IndexProjection(splits, share // splits // columns, parts, columns)
-    if TILE * k // splits * 2 > MOST_BYTES or launch.chunks > 16:
-        raise ValueError(f"projection: found [{n}, {k}], expected columns of more powers of two, or fewer")
-    return launch
+class ProjectionCut(NamedTuple):
+    """What `index_projection` goes by: bytes of a program's weights at the most, its tiles, where they divide into
+    them, the most blocks of a warp, and whether the next launch may start at once."""
+
+    bytes: int
+    tiles: int
+    blocks: int
+    early: bool
+
+
+# Those that may serve, and what does. Not measured.
+PROJECTION_CUTS = (
+    ProjectionCut(40 * 1024, 1, 5, False),
+    ProjectionCut(40 * 1024, 1, 5, True),
+    ProjectionCut(80 * 1024, 1, 5, False),
+    ProjectionCut(80 * 1024, 1, 5, True),
+    ProjectionCut(80 * 1024, 2, 5, False),
+    ProjectionCut(80 * 1024, 2, 5, True),
+    ProjectionCut(40 * 1024, 1, 10, False),
+    ProjectionCut(32 * 1024, 1, 4, False),
+    ProjectionCut(20 * 1024, 1, 5, False),
+    ProjectionCut(160 * 1024, 1, 10, False),
+)
+PROJECTION = PROJECTION_CUTS[0]
+MOST_WARPS, MOST_SPLITS = 16, 16
+
+
+def index_projection(n: int, k: int, cut: ProjectionCut | None = None) -> IndexProjection:
+    """The launch of a projection [n, k]. cut: another than PROJECTION. Raises ValueError for widths that do not divide
+    into tiles and warps."""
+    if n <= 0 or n % TILE or k <= 0 or k % BLOCK:
+        raise ValueError(f"projection: found [{n}, {k}], expected multiples of [{TILE}, {BLOCK}]")
+    cut, blocks = cut or PROJECTION, k // BLOCK
+    tiles = cut.tiles if n // TILE % cut.tiles == 0 else 1
+    most = cut.bytes // BLOCK_BYTES // tiles
+    found = [
+        (held, -warps)
+        for held in range(1, most + 1)
+        for warps in (1, 2, 4, 8, MOST_WARPS)
+        if blocks % held == 0 and held % warps == 0 and held // warps <= cut.blocks
+    ]
+    held, warps = max(found)
+    if blocks // held > MOST_SPLITS:
+        raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
+    return IndexProjection(blocks // held, tiles, -warps, held // -warps, cut.early)
 
 
 def key_parts(warps: int) -> int:

@@ -1,7 +1,6 @@
-"""What a source's caches take of its layer's input: the compressor's and the head weights' projection, then the latent
-with its norm, its KV record, and the index key made of it; in a launch of their own, or in the scores' (`index_step`).
-
-The first launch leaves sums of parts of the columns, which its readers add up in their order.
+"""What a source's caches take of its layer's input: the latent with its norm, its KV record, and the index key made of
+it; in a launch of their own, or in the scores' (`index_step`). Of the input, `index_projection` leaves sums of parts of
+the columns, which are added up in their order.
 """
 
 import triton
@@ -10,62 +9,10 @@ import triton.language as tl
 from specialized_decode.attention.kernels.norm_insert import _normed as normed
 from specialized_decode.attention.kernels.norm_insert import insert_record
 
-TILE, ROWS = tl.constexpr(16), tl.constexpr(16)
 BLOCKS, BLOCK, WIDTH, HALF = tl.constexpr(8), tl.constexpr(64), tl.constexpr(512), tl.constexpr(32)
 # A key's numbers.
 KEY = tl.constexpr(128)
 LARGEST = tl.constexpr(448.0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def index_projection_kernel(
-    x,
-    weight,
-    heads,
-    partial,
-    rows,
-    FIRST: tl.constexpr,
-    HEADS: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Grid (N / 16, SPLITS). x: [rows, K] bfloat16, rows up to 16; weight: [FIRST, K] bfloat16, FIRST a multiple of 16,
-    or anything where it is 0; heads: [HEADS, K] bfloat16, whose outputs follow; partial: [SPLITS, rows, N] float32, N
-    the next multiple of 16, with zeros behind them. SPLITS CHUNKS PARTS COLUMNS are K; a warp's share of a chunk is a
-    part."""
-    K: tl.constexpr = SPLITS * CHUNKS * PARTS * COLUMNS
-    # What follows reads nothing of this launch's, nor of those before it, ahead of its own wait.
-    tl.extra.cuda.gdc_launch_dependents()
-    split = tl.program_id(1)
-    first = tl.program_id(0) * TILE
-    if FIRST > 0:
-        own = tl.where(first < FIRST, weight + first * K, heads + (first - FIRST) * K)
-    else:
-        own = heads + first * K
-    output = tl.arange(0, TILE)
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, PARTS)[:, None, None] * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
-    column += split * (CHUNKS * PARTS * COLUMNS)
-    # Weights depend on nothing: the program's whole share is on its way before the grid dependency resolves.
-    weights = ()
-    for i in tl.static_range(CHUNKS):
-        at = own + output[None, :, None] * K + (column + i * PARTS * COLUMNS)
-        if FIRST + HEADS == N:
-            weights = weights + (tl.load(at),)  # type: ignore[assignment]  # noqa: RUF005
-        else:
-            inside = first - FIRST + output < HEADS
-            weights = weights + (tl.load(at, inside[None, :, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
-    tl.extra.cuda.gdc_wait()
-    sums = tl.zeros((PARTS, TILE, ROWS), tl.float32)
-    for i in tl.static_range(CHUNKS):
-        at = x + row[None, :, None] * K + (column + i * PARTS * COLUMNS)
-        inputs = tl.load(at, row[None, :, None] < rows, other=0.0)
-        sums = tl.dot(weights[i], tl.trans(inputs, (0, 2, 1)), sums)
-    place = partial + (split * rows + row)[None, :] * N + (first + output)[:, None]
-    tl.store(place, tl.sum(sums, 0), row[None, :] < rows)
 
 
 @triton.jit

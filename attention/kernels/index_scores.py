@@ -9,8 +9,9 @@ import triton.language as tl
 
 WIDTH, TAIL, HALF = tl.constexpr(128), tl.constexpr(64), tl.constexpr(32)
 LARGEST = tl.constexpr(448.0)
-# Bits of an ordered number that name its bin; how many bins there are.
-BIN_BITS, BINS = tl.constexpr(12), tl.constexpr(4096)
+# How many bins there are; bits of an ordered number that its bin does not tell, and what 2**-20 is without them.
+BINS, STEP_BITS, FIRST_STEP = tl.constexpr(4096), tl.constexpr(17), tl.constexpr((127 - 20) << 6)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 # No fewer than the rows of a step.
 NEWEST = tl.constexpr(16)
 
@@ -24,15 +25,21 @@ def ordered(score):
 
 @triton.jit
 def bin_of(key):
-    """An ordered number's bin; the largest are in bin 0."""
-    return BINS // 2 - 1 - (key >> (32 - BIN_BITS))
+    """An ordered number's bin; the largest are in bin 0. They are 64 to an octave: 32 octaves of either sign; what is
+    closer to zero is in their innermost, what is farther in their outermost."""
+    step = key >> STEP_BITS
+    step = tl.where(key >= 0, tl.maximum(step - FIRST_STEP, 0), tl.minimum(step + FIRST_STEP, -1))
+    return BINS // 2 - 1 - tl.minimum(tl.maximum(step, -BINS // 2), BINS // 2 - 1)
 
 
 @triton.jit
 def lowest_of(bin):
-    """The lowest number of a bin; none where the bin holds no number."""
-    key = (BINS // 2 - 1 - bin) << (32 - BIN_BITS)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    """The lowest number of a bin; none of one that is not there, above all."""
+    step = BINS // 2 - 1 - bin
+    key = (step + tl.where(step > 0, FIRST_STEP, tl.where(step < 0, -FIRST_STEP, 0))) << STEP_BITS
+    lowest = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    lowest = tl.where(step <= -BINS // 2, LOWEST, lowest)
+    return tl.where(step >= BINS // 2, float("nan"), lowest)
 
 
 @triton.jit

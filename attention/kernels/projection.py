@@ -7,7 +7,8 @@ bytes that it asked for, so its own wait is all it needs.
 
 Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that eight rows cost what one costs. A
 program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
-warps share the columns and add up at the end.
+warps share the columns and add up at the end. So may CLUSTER programs, each of which reads a part of x only; at the end
+each sends the others their tiles' sums.
 
 With NORM, rows are RMS-normed first, and rounded as a launch of its own would: each warp sums up the squares of what
 it holds of x, and the program's warps exchange those once.
@@ -21,6 +22,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
+
+
+@gluon.constexpr_function
+def _spread(numbers, threads, warps, cluster, apart=False):
+    """A tensor's layout, last dimension fastest. Of a cluster's programs each holds all of it, or, apart, its own part
+    of the first dimension."""
+    bases = [[(1 << bit) * apart] + [0] * (len(numbers) - 1) for bit in range(cluster.bit_length() - 1)]
+    return gl.BlockedLayout(numbers, threads, warps, list(range(len(numbers)))[::-1], bases)
+
+
+@gluon.constexpr_function
+def _shared(vector, phases, dimensions, cluster):
+    """A layout in the shared memory of each of a cluster's programs."""
+    bases = [[0] * dimensions for _ in range(cluster.bit_length() - 1)]
+    return gl.SwizzledSharedLayout(vector, 1, phases, list(range(dimensions))[::-1], bases)
 
 
 @gluon.jit
@@ -40,6 +56,60 @@ def _wait():
 @gluon.jit
 def _barrier():
     gl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _cluster_rank():
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _cluster_arrive():
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _cluster_wait():
+    gl.inline_asm_elementwise(
+        "barrier.cluster.wait.acquire; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _room():
+    """Where a program keeps what the others of its cluster send it; 4 KB, of which Triton knows nothing."""
+    return gl.inline_asm_elementwise(
+        "{ .shared .align 16 .b8 room[4096]; mov.u32 $0, room; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _send(address, rank, value, THREADS: gl.constexpr):
+    """value to a place in the memory of another program of the cluster; by the first THREADS of a warp alone, since the
+    others have the same values."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane, there;
+        mov.u32 lane, %laneid;
+        setp.lt.u32 first, lane, $4;
+        mapa.shared::cluster.u32 there, $1, $2;
+        @first st.shared::cluster.f32 [there], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,r,r,f,r", [address, rank, value, THREADS], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _received(address):
+    return gl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [address], dtype=gl.float32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -158,21 +228,26 @@ def projection_kernel(
     LATE: gl.constexpr,
     STRIDE: gl.constexpr,
     NORM: gl.constexpr,
+    CLUSTER: gl.constexpr,
 ):
-    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
-    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
-    read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
-    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. LATE:
-    only when all of x has been asked for, else behind the wait. NORM: rows
-    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group and chunk alone."""
+    """Grid (N / 16 / TILE_WARPS / TILES) of clusters of CLUSTER programs. x: [rows, GROUPS K] bfloat16 as int32 pairs,
+    rows STRIDE pairs apart; weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N]
+    bfloat16. Outputs of group g read x's columns from g K on. PER_WARP CHUNKS K_WARPS CLUSTER blocks of 32 are K; a
+    chunk's weights come in STAGES, and AHEAD blocks of x are asked for at once. EARLY: the next launch may start before
+    this one has its input. LATE: only when all of x has been asked for, else behind the wait. NORM: rows are normed
+    first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group, one chunk and no clusters
+    alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.
     PAIR: gl.constexpr = 2 if TILES % 2 == 0 else 1
-    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # To Triton a cluster's programs are all alike.
+    lanes: gl.constexpr = _spread([1, 1], [1, 32], [WARPS, 1], CLUSTER)
+    vectors: gl.constexpr = _spread([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], CLUSTER)
+    shared: gl.constexpr = _shared(1, 1, 3, CLUSTER)
     gl.static_assert(CHUNKS == 1 or not NORM, "rows are normed before the first of their numbers is multiplied")
+    if CLUSTER > 1:
+        _cluster_arrive()
     if EARLY:
         _launch_next()
     # One allocation a block: copies into parts of one would be kept apart by barriers.
@@ -186,6 +261,11 @@ def projection_kernel(
     first = gl.program_id(0) * (TILE_WARPS * TILES)
     tile, flat_tile = first + warp % TILE_WARPS * TILES, first + flat_warp % TILE_WARPS * TILES
     start, flat_start = warp // TILE_WARPS * (PER_WARP * CHUNKS), flat_warp // TILE_WARPS * (PER_WARP * CHUNKS)
+    if CLUSTER > 1:
+        gl.static_assert(not NORM, "a cluster's programs know a part of the squares")
+        rank = _cluster_rank()
+        start += rank * (K_WARPS * PER_WARP * CHUNKS)
+        flat_start += rank * (K_WARPS * PER_WARP * CHUNKS)
     own_weights = weights + ((tile * BLOCKS + start) * 32 + lane) * 4 + word
     own_scales = scales + flat_tile // 2 * BLOCKS + flat_start + gl.zeros((WARPS, 32), gl.int32, lanes)
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
@@ -241,30 +321,81 @@ def projection_kernel(
                         own = _normed(own, four_words(norms[number // TILES].load(vectors), WARPS, lanes), scale)
                 # The tile that is due comes first.
                 sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
-    _store(y, sums, first, rows, N, TILE_WARPS, TILES, K_WARPS)
+    store_sums(y, sums, first, rows, N, TILE_WARPS, TILES, K_WARPS, CLUSTER)
 
 
 @gluon.jit
-def _store(
-    y, sums, first, rows, N: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr,
+def _quad(c, WARPS: gl.constexpr, CLUSTER: gl.constexpr):
+    """A lane's four numbers, [WARPS, 32] each -> [WARPS, 32, 4]; they stay with it. Triton 3.6 joins none in
+    clusters."""
+    vectors: gl.constexpr = _spread([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], CLUSTER)
+    words: gl.constexpr = gl.SliceLayout(2, vectors)
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, vectors)))[None, None, :]
+    c0, c1 = gl.convert_layout(c[0], words)[:, :, None], gl.convert_layout(c[1], words)[:, :, None]
+    c2, c3 = gl.convert_layout(c[2], words)[:, :, None], gl.convert_layout(c[3], words)[:, :, None]
+    return gl.where(word < 2, gl.where(word == 0, c0, c1), gl.where(word == 2, c2, c3))
+
+
+@gluon.jit
+def store_sums(
+    y, sums, first, rows, N: gl.constexpr,
+    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, CLUSTER: gl.constexpr = 1,
 ):  # fmt: skip
-    """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
-    2 (lane mod 4) and the next."""
+    """Adds the sums of the warps that share a tile's columns, and of the programs of a cluster, each of which stores
+    some of the tiles. A lane's four are outputs lane / 4 and 8 more, of rows 2 (lane mod 4) and the next."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     WIDTH: gl.constexpr = TILE_WARPS * 128
     # Four lanes add up an output. The four rows that they read at once are swizzled into different banks.
     SHARE: gl.constexpr = min(K_WARPS, 4)
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, SHARE, [1, 0])
-    quads: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [K_WARPS, TILE_WARPS], [1, 0])
-    across: gl.constexpr = gl.BlockedLayout([1, 1], [SHARE, 32 // SHARE], [1, WARPS], [1, 0])
+    shared: gl.constexpr = _shared(8, SHARE, 2, CLUSTER)
+    quads: gl.constexpr = _spread([1, 4], [1, 32], [K_WARPS, TILE_WARPS], CLUSTER)
+    across: gl.constexpr = _spread([1, 1], [SHARE, 32 // SHARE], [1, WARPS], CLUSTER)
     partial = gl.allocate_shared_memory(gl.float32, [TILES, K_WARPS, WIDTH], shared)
     for j in gl.static_range(TILES):
-        c = sums[j]
-        four = gl.reshape(gl.join(gl.join(c[0], c[2]), gl.join(c[1], c[3])), (K_WARPS, WIDTH))
+        four = gl.reshape(_quad(sums[j], WARPS, CLUSTER), (K_WARPS, WIDTH))
         partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
     row = place // 4 % 4 * 2 + place % 2
     output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
+    if CLUSTER > 1:
+        _store_shares(y, partial, first, rows, N, TILE_WARPS, TILES, K_WARPS, CLUSTER, across)
+        return
     for j in gl.static_range(TILES):
         total = gl.sum(partial.index(j).load(across), 0)
-        gl.store(y + row * N + output + j * 16, total.to(gl.bfloat16), row < rows)
+        gl.store(y + row * N + output + j * 16, total.to(y.dtype.element_ty), row < rows)
+
+
+@gluon.jit
+def _store_shares(
+    y, partial, first, rows, N: gl.constexpr,
+    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, CLUSTER: gl.constexpr, across: gl.constexpr,
+):  # fmt: skip
+    """Sends each tile's sums to the program of the cluster that stores it, and adds up and stores this one's."""
+    WIDTH: gl.constexpr = TILE_WARPS * 128
+    # Numbers that a program gets from each other, and threads of a warp that hold different ones.
+    SHARE: gl.constexpr = TILES * WIDTH // CLUSTER
+    THREADS: gl.constexpr = 32 // min(K_WARPS, 4)
+    rank, room = _cluster_rank(), _room()
+    place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
+    # By now all of the cluster run.
+    _cluster_wait()
+    for j in gl.static_range(TILES):
+        number = j * WIDTH + place
+        total = gl.sum(partial.index(j).load(across), 0)
+        _send(room + (rank * SHARE + number % SHARE) * 4, number // SHARE, total, THREADS)
+    _cluster_arrive()
+    # Of a cluster's programs each has its own share of the numbers.
+    WARPS: gl.constexpr = TILE_WARPS * K_WARPS
+    apart: gl.constexpr = _spread([1, 1], [1, 32], [1, WARPS], CLUSTER, True)
+    of = gl.arange(0, CLUSTER, gl.SliceLayout(1, apart))[:, None]
+    number = gl.arange(0, SHARE, gl.SliceLayout(0, apart))[None, :]
+    address = room + number * 4 + of * 0
+    place = (of * SHARE + number) % WIDTH
+    output = (first + place // 128 * TILES + (of * SHARE + number) // WIDTH) * 16
+    output += place // 2 % 2 * 8 + place // 16 % 8
+    row = place // 4 % 4 * 2 + place % 2
+    _cluster_wait()
+    total = _received(address)
+    for i in gl.static_range(1, CLUSTER):
+        total += _received(address + i * SHARE * 4)
+    gl.store(y + row * N + output, total.to(y.dtype.element_ty), row < rows)

@@ -85,6 +85,23 @@ def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(IndexCase(RATIOS[ratio], RAGGED, 12, DEVICE))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    "shape", [*RATIOS.values(), Shape(compressor=False), Shape(heads=20), Shape(heads=64, hidden=4096)], ids=str
+)
+@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
+def test_projections(cut: tuning.ProjectionCut, shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut that tuning may choose; the same bits again, whatever was in memory."""
+    monkeypatch.setattr(tuning, "PROJECTION", cut)
+    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows, DEVICE)
+    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    with poisoned():
+        partial = fused.project(case.x).partial
+        again = fused.project(case.x).partial
+    assert_projected(case, partial)
+    assert torch.equal(partial[:, case.live], again[:, case.live])
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_one_row(context: int, ratio: int) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.fused_index import projection_constants
+from specialized_decode.attention.kernels.index_inputs import compress_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
 from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
@@ -24,7 +26,7 @@ from tests.helpers.compiled import (
 
 HIDDEN, HEADS, TOPK = 5120, 32, 512
 
-PROJECTION = {"x": "*bf16", "weight": "*bf16", "heads": "*bf16", "partial": "*fp32", "rows": "i32"}
+PROJECTION = {"x": "*i32", "weight": "*i32", "heads": "*i32", "partial": "*fp32", "rows": "i32"}
 COMPRESS = {
     "partial": "*fp32",
     "rows": "i32",
@@ -104,17 +106,21 @@ def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any],
     return Variant(kernel, signature, constants, warps, options, ALIGNED)
 
 
+def projection_name(ratio: int, cut: tuning.ProjectionCut = tuning.PROJECTION) -> str:
+    return f"projection, ratio {ratio}, {tuple(map(int, cut))}"
+
+
 def variants() -> dict[str, Variant]:
     """As `FusedIndexer` launches them: sources of both ratios, and a consumer, which has no compressor."""
     found = {}
     for ratio in (2, 1, 0):
         n = 512 * ratio + HEADS
+        for cut in tuning.PROJECTION_CUTS:
+            launch = tuning.index_projection(n, HIDDEN, cut)
+            constants = projection_constants(512 * ratio, HEADS, launch)
+            variant = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
+            found[projection_name(ratio, cut)] = variant
         launch = tuning.index_projection(n, HIDDEN)
-        constants = {
-            "FIRST": 512 * ratio, "HEADS": HEADS, "N": n, "PARTS": launch.parts, "SPLITS": launch.splits,
-            "CHUNKS": launch.chunks, "COLUMNS": launch.columns,
-        }  # fmt: skip
-        found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
@@ -187,7 +193,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
 def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None:
     """So it starts, and reads its weights, while the launch that it waits for still runs."""
     registers = 0
-    for name in (f"projection, ratio {ratio}", f"compressor, ratio {ratio}"):
+    for name in (projection_name(ratio), f"compressor, ratio {ratio}"):
         variant = VARIANTS[name]
         registers += program_registers(resources(compiled(variant, 90), tmp_path), variant.warps)
     assert registers <= REGISTERS
@@ -196,11 +202,15 @@ def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None
 @pytest.mark.parametrize("ratio", [2, 1])
 def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     """All of them, 16 bytes a load."""
-    variant = VARIANTS[f"projection, ratio {ratio}"]
-    before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
-    share = tuning.TILE * HIDDEN // variant.constants["SPLITS"] * 2 // (32 * variant.warps)
-    assert before.count("ld.global.v4") == share // 16
-    assert "mma" in behind and "mma" not in before
+    for cut in tuning.PROJECTION_CUTS:
+        variant = VARIANTS[projection_name(ratio, cut)]
+        launch = tuning.index_projection(512 * ratio + HEADS, HIDDEN, cut)
+        before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
+        assert before.count("cp.async.cg.shared.global") == 2 * launch.tiles * launch.per_warp
+        assert "ld.global.v4" not in before and behind.count("ld.global.v4") == launch.per_warp
+        assert behind.count("mma.sync") == 2 * launch.tiles * launch.per_warp and "mma" not in before
+        start = "griddepcontrol.launch_dependents"
+        assert (start in before, start in behind) == (launch.early, not launch.early)
     for name in (f"compressor, ratio {ratio}", *(maker.format(ratio) for maker in KEY_MAKERS)):
         # Ahead of one of the waits, of which each kind of program has its own.
         variant, counts = VARIANTS[name], []

@@ -10,20 +10,22 @@ from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention import select
 
 
+@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
 @pytest.mark.parametrize("k", [64, 320, 1024, 4096, 5120, 7168])
 @pytest.mark.parametrize("n", [16, 32, 528, 544, 1056])
-def test_every_column_is_somebodys(n: int, k: int) -> None:
-    cut = tuning.index_projection(n, k)
-    assert cut.splits * cut.chunks * cut.parts * cut.columns == k
-    assert cut.columns >= 16 and cut.columns & (cut.columns - 1) == 0 and cut.parts <= tuning.PROJECTION_WARPS
-    assert tuning.TILE * k // cut.splits * 2 <= tuning.MOST_BYTES, "a program's weights do not fit"
+def test_every_column_is_somebodys(n: int, k: int, cut: tuning.ProjectionCut) -> None:
+    launch = tuning.index_projection(n, k, cut)
+    assert launch.splits * launch.k_warps * launch.per_warp * tuning.BLOCK == k
+    assert n % (tuning.TILE * launch.tiles) == 0 and launch.bytes <= cut.bytes
+    assert launch.per_warp <= cut.blocks and launch.k_warps <= tuning.MOST_WARPS
 
 
 def test_sources_projections_take_one_round() -> None:
-    """Of programs, all of whose weights are in flight at once."""
+    """Of programs, all of whose weights are in flight at once, beside as many of the launch ahead."""
     for n in (1056, 544):
-        programs = n // tuning.TILE * tuning.index_projection(n, 5120).splits
-        assert tuning.ROUND <= programs <= 1.1 * tuning.MULTIPROCESSORS
+        launch = tuning.index_projection(n, 5120)
+        programs, fit = n // tuning.TILE // launch.tiles * launch.splits, 227 * 1024 // launch.bytes
+        assert programs >= tuning.MULTIPROCESSORS and 2 * programs <= fit * tuning.MULTIPROCESSORS
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 64), (24, 64), (16, 0), (16, 72), (16, 16 * 7919)])

@@ -6,7 +6,9 @@ assembly is read instruction by instruction: those that the kernels use, as PTX 
 """
 
 import re
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,6 +79,10 @@ class Pointer:
     def shape(self) -> tuple[int, ...]:
         return tuple(torch.as_tensor(self.offset).shape)
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
 
 def raw(value: Any) -> Any:
     return value.data if isinstance(value, Value) else value
@@ -118,6 +124,62 @@ def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_r
     return before
 
 
+# --- clusters ---------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Programs that run at once, a thread each: their ranks, the memory that each keeps for the others, and their
+    barrier. A single program is a cluster of one."""
+
+    ROOM = 1024
+
+    def __init__(self) -> None:
+        self._own, self.barrier = threading.local(), threading.Barrier(1)
+        self.rooms: list[Tensor] = []
+
+    def launch(self, programs: int, run: Callable[[], None]) -> None:
+        self.rooms = [torch.full((self.ROOM,), torch.nan) for _ in range(programs)]
+        self.barrier = threading.Barrier(programs, timeout=60)
+        with ThreadPoolExecutor(programs) as pool:
+            for done in [pool.submit(self._run, rank, run) for rank in range(programs)]:
+                done.result()
+
+    @property
+    def rank(self) -> int:
+        found: int = self._own.rank
+        return found
+
+    def _run(self, rank: int, run: Callable[[], None]) -> None:
+        self._own.rank = rank
+        try:
+            run()
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+    @staticmethod
+    def sends(asm: str) -> bool:
+        """Whether this assembly is about clusters."""
+        return "cluster" in asm or "ld.shared.f32" in asm or (".shared" in asm and "room" in asm)
+
+    def run(self, asm: str, arguments: Sequence[Any]) -> Value:
+        if "%cluster_ctarank" in asm:
+            return Value(torch.tensor(self.rank))
+        if "barrier.cluster.wait" in asm:
+            self.barrier.wait()
+        elif "mapa" in asm:
+            address, rank, value = (torch.as_tensor(raw(one)) for one in arguments[:3])
+            for at, other, number in torch.stack(torch.broadcast_tensors(address, rank, value), -1).view(-1, 3):
+                assert 0 <= at < 4 * self.ROOM
+                self.rooms[int(other)][int(at) // 4] = number
+        elif "ld.shared" in asm:
+            return Value(self.rooms[self.rank][raw(arguments[0]) // 4])
+        return Value(torch.tensor(0))
+
+
+CLUSTER = Cluster()
+
+
 # --- inline assembly --------------------------------------------------------------------------------------------
 
 
@@ -126,6 +188,8 @@ def assembly(
 ) -> Value | tuple[Value, ...]:
     """One element a register."""
     assert pack == 1
+    if CLUSTER.sends(asm):
+        return CLUSTER.run(asm, arguments)
     many = isinstance(dtype, tuple)
     types = dtype if many else (dtype,)
     registers: dict[str, Tensor] = {}
@@ -136,13 +200,14 @@ def assembly(
             assert size is not None, f"found an address in {asm}"
             _places(argument + (int(size[1]) // argument.memory.itemsize - 1), None)
             continue
-        bits = argument.data.view(torch.int32) if argument.data.is_floating_point() else argument.data
+        data = torch.as_tensor(raw(argument))
+        bits = data.view(torch.int32) if data.is_floating_point() else data
         registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
     for line in (
         part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
     ):
         text = line.strip()
-        if text and not text.startswith(("griddepcontrol", "cp.async.bulk.prefetch", ".reg", "}")):
+        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async.bulk.prefetch", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
     found = []
     for number, kind in enumerate(types):
@@ -201,11 +266,23 @@ def _fp8_pair(halves: Tensor) -> Tensor:
     return low | high << 16
 
 
+def _bfloat16_pair(a: Tensor, b: Tensor) -> Tensor:
+    """mul.rn.bf16x2."""
+    parts = []
+    for shift in (0, 16):
+        left, right = ((one >> shift & 0xFFFF).to(torch.int16).view(torch.bfloat16) for one in (a, b))
+        parts.append((left * right).view(torch.int16).long() & 0xFFFF)
+    return parts[0] | parts[1] << 16
+
+
 _PLAIN: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": _permute,
     "lop3.b32": _logic,
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, count: a >> count,
+    "or.b32": lambda a, b: a | b,
+    "mul.rn.bf16x2": _bfloat16_pair,
+    "shf.r.wrap.b32": lambda low, high, count: (low | high << 32) >> count,
     "shl.b32": lambda a, count: a << count,
     "mov.u32": lambda a: a,
     "mul.lo.u32": lambda a, b: a * b,
@@ -262,6 +339,11 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Value], Value]:
     return lambda value: Value(function(value.data))
 
 
+def _arange(start: int, stop: int, layout: object = None) -> Value:
+    """layout: true of a dimension of which each program of a cluster holds its own number."""
+    return Value(torch.tensor([CLUSTER.rank]) if layout is True else torch.arange(start, stop))
+
+
 def language(program: Callable[[], int]) -> SimpleNamespace:
     """What stands for `triton.language` and for Gluon's; program: the running program's number."""
     nothing = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
@@ -272,7 +354,7 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         atomic_add=atomic_add,
         debug_barrier=lambda: None,
         inline_asm_elementwise=assembly,
-        arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),
+        arange=_arange,
         zeros=lambda shape, dtype, layout=None: Value(torch.zeros(tuple(shape), dtype=dtype)),
         full=lambda shape, value, dtype, layout=None: Value(torch.full(tuple(shape), value, dtype=dtype)),
         where=_where,
@@ -287,10 +369,14 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
         split=lambda value: tuple(Value(part) for part in value.data.unbind(-1)),
         reshape=lambda value, shape: Value(value.data.reshape(tuple(shape))),
-        convert_layout=lambda value, layout: value,
-        BlockedLayout=lambda *_: None,
-        SliceLayout=lambda *_: None,
+        convert_layout=lambda value, layout, assert_trivial=False: value,
+        allocate_shared_memory=Shared,
+        rsqrt=_unary(torch.rsqrt),
+        SwizzledSharedLayout=lambda *_: None,
+        BlockedLayout=lambda *parts: len(parts) > 4 and any(map(any, parts[4])),
+        SliceLayout=lambda dimension, parent: dimension == 1 and parent,
         static_range=range,
+        static_assert=lambda condition, said: None,
         extra=nothing,
         constexpr=lambda value: value,
         int32=torch.int32,
@@ -299,6 +385,35 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         float32=torch.float32,
         bfloat16=torch.bfloat16,
     )
+
+
+class Shared:
+    """Shared memory; NaN, or what no address is, until it is written."""
+
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> None:
+        self.memory = torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -(1 << 30), dtype=dtype)
+
+    def index(self, number: int) -> "Shared":
+        part = Shared.__new__(Shared)
+        part.memory = self.memory[number]
+        return part
+
+    def store(self, value: Value) -> None:
+        self.memory.copy_(value.data)
+
+    def load(self, layout: object) -> Value:
+        return Value(self.memory.clone())
+
+
+def _copy(place: Shared, pointer: Pointer, mask: Any = None) -> None:
+    assert place.memory.shape == pointer.shape
+    place.store(load(pointer, mask))
+
+
+# Copies are there at once.
+ASYNC_COPY = SimpleNamespace(
+    async_copy_global_to_shared=_copy, commit_group=lambda: None, wait_group=lambda outstanding: None
+)
 
 
 class Emulated:
@@ -310,13 +425,21 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(
-            *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
+            *arguments: Any,
+            num_warps: int,
+            launch_pdl: bool,
+            maxnreg: int | None = None,
+            num_ctas: int = 1,
+            **constants: Any,
         ) -> None:
             given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
                 self.current[0] = number
-                self.kernel.fn(*given, **constants)
+                if num_ctas == 1:
+                    self.kernel.fn(*given, **constants)
+                else:
+                    CLUSTER.launch(num_ctas, lambda: self.kernel.fn(*given, **constants))
 
         return launch
 
@@ -340,6 +463,8 @@ def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[M
         for name in ("gl", "tl"):
             if hasattr(module, name):
                 patch.setattr(module, name, substitute)
+        if hasattr(module, "async_copy"):
+            patch.setattr(module, "async_copy", ASYNC_COPY)
     for name, kernel in originals.items():
         kernels[name] = Emulated(kernel, current)
         patch.setattr(launcher, name, kernels[name])

@@ -276,9 +276,11 @@ def tied_scores(case: IndexCase) -> dict[str, Tensor]:
 
 
 def bins_of(scores: Tensor, closed: Tensor, like: Tensor) -> Tensor:
-    """How many of each row's numbers begin with which 12 bits, largest first, where the scores' launch counts them."""
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    place = 2047 - ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20)
+    """How many of each row's numbers are in which bin, 64 to an octave from 2**-20 on of either sign, largest first,
+    where the scores' launch counts them."""
+    steps = (scores.abs().view(torch.int32) >> 17) - (107 << 6)
+    steps = torch.where(scores < 0, -1 - steps.clamp(0, 2047), steps.clamp(0, 2047))
+    place = 2047 - steps
     found = torch.zeros_like(like)
     for row in range(scores.shape[0]):
         real = scores[row] > -torch.inf

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -52,7 +53,8 @@ def run_interpreted(path: str) -> None:
 
     # A row's programs take several tiles each.
     index_tuning.MULTIPROCESSORS = 8
-    # What it multiplies queries with is no Triton kernel.
+    emulate_projection(pytest.MonkeyPatch())
+    # What it multiplies queries with is checked elsewhere.
     fused_index.NormedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
@@ -62,6 +64,16 @@ def run_interpreted(path: str) -> None:
             failures[name] = str(error) or repr(error)
     steps = {"inside" if inside else "apart": _steps(inside) for inside in (True, False)}
     torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
+
+
+def emulate_projection(patch: pytest.MonkeyPatch) -> None:
+    """The index projection in a process that interprets the other kernels: Gluon has no interpreter."""
+    from specialized_decode.attention import fused_index
+    from specialized_decode.attention.kernels import index_projection, projection
+    from specialized_decode.boundary.kernels import fragments
+    from tests.helpers.emulated_kernels import emulate
+
+    emulate(patch, fused_index, (index_projection, projection, fragments))
 
 
 def _no_assembly(asm: str, *_: object, **__: object) -> Any:
