@@ -28,8 +28,7 @@ def project_fp8(
     of a wider tensor, are RMS-normed first, eps above their mean square. Raises ValueError for other shapes."""
     rows, columns = x.shape
     n, k = weight.shape
-    # Of normed rows a cluster's programs would know a part of the squares.
-    launch = launch or tuning.projection(n, k, groups, rows if norm is None else 1)
+    launch = launch or tuning.projection(n, k, groups)
     apart = x.is_contiguous() if norm is None else x.stride(1) == 1 and x.stride(0) % 8 == 0 and groups == 1
     if not 0 < rows <= MAX_ROWS or columns != groups * k or x.dtype != torch.bfloat16 or not apart:
         raise ValueError(
@@ -38,8 +37,6 @@ def project_fp8(
         )
     if norm is not None and (norm.dtype != torch.bfloat16 or norm.shape != (k,)):
         raise ValueError(f"projection: norm: found {norm.dtype} {list(norm.shape)}, expected bfloat16 [{k}]")
-    if norm is not None and launch.chunks > 1:
-        raise ValueError(f"projection: found {launch.chunks} chunks of {k} columns to be normed, expected one")
     y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device) if out is None else out
     if y.shape != (rows, n) or y.dtype != torch.bfloat16 or not y.is_contiguous():
         raise ValueError(
@@ -57,8 +54,6 @@ def project_fp8(
         eps,
         **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None),
         num_warps=launch.warps,
-        maxnreg=tuning.MOST_REGISTERS // (32 * launch.warps) if norm is not None else None,
-        num_ctas=launch.cluster,
         launch_pdl=True,
     )
     return y
@@ -83,7 +78,6 @@ def constants(
         "LATE": launch.late,
         "STRIDE": (groups * k if stride is None else stride) // 2,
         "NORM": norm,
-        "CLUSTER": launch.cluster,
     }
 
 
@@ -96,14 +90,12 @@ class FusedLinear:
         if linear.scale is None:
             raise ValueError(f"weight: found {linear.weight.dtype} without scales, expected FP8")
         self.groups, self.weight = groups, prepare_fp8(linear.weight, linear.scale)
-        few, many = (tuning.projection(*self.weight.shape, groups, rows) for rows in (1, MAX_ROWS))
-        self.launch = few if early else few._replace(early=False)
-        self.many = many if early else many._replace(early=False)
+        launch = tuning.projection(*self.weight.shape, groups)
+        self.launch = launch if early else launch._replace(early=False)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [1 to 8, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""
-        launch = self.launch if x.shape[0] <= tuning.FEW_ROWS else self.many
-        return project_fp8(x, self.weight, self.groups, launch, out)
+        return project_fp8(x, self.weight, self.groups, self.launch, out)
 
     def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         """x: [1 to 8, K] bfloat16 columns of a wider tensor, RMS-normed by norm [K] first -> [T, N] bfloat16."""
@@ -116,9 +108,8 @@ class FusedLinear:
 
     def warm(self) -> None:
         """Compiles and loads the kernel. Not in a capture."""
-        k, device = self.groups * self.weight.shape[1], self.weight.words.device
-        for rows in (1, MAX_ROWS):
-            self(torch.zeros(rows, k, dtype=torch.bfloat16, device=device))
+        words = self.weight.words
+        self(torch.zeros(1, self.groups * self.weight.shape[1], dtype=torch.bfloat16, device=words.device))
 
 
 class NormedLinear(FusedLinear):
@@ -128,8 +119,6 @@ class NormedLinear(FusedLinear):
         """As FusedLinear's."""
         super().__init__(linear, early=early)
         self.wider = wider
-        if self.launch.chunks > 1:
-            raise ValueError(f"projection: found {self.weight.shape[1]} columns to be normed, expected fewer")
 
     def warm(self) -> None:
         super().warm()

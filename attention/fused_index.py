@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused import NormedLinear
+from specialized_decode.attention.fused import FusedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel
@@ -67,7 +67,7 @@ class FusedIndexer:
         indexer, compressor = attn.indexer, attn.compressor
         if indexer is None:
             raise ValueError(f"layer {attn.layer_id}: found no indexer")
-        self.bins, self.wq_b = bins, NormedLinear(indexer.wq_b, attn.head_dim)
+        self.bins, self.wq_b = bins, FusedLinear(indexer.wq_b)
         # Read in place; without a compressor nobody reads the first.
         self.heads = indexer.weights_proj.weight
         self.weight = self.heads if compressor is None else compressor.fused_wkv_wgate.weight

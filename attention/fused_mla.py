@@ -17,7 +17,7 @@ RECORD = 584
 # Rows whose records a launch of sparse MLA stores itself: those of a low-batch step. A power of two.
 MAX_INSERTED = 8
 # How layers launch sparse MLA: with a selection or without, and what is settled. A window alone always is; a selection
-# is not where the layer makes it itself.
+# is not where the layer makes it itself. Where all is, the launch may store the step's records.
 WAYS = ((False, Settled.ALL), (True, Settled.ALL), (True, Settled.WINDOW), (True, Settled.NOTHING))
 
 
@@ -273,7 +273,7 @@ class FusedSparseMla:
             latents = projected[:, attn.q_lora_rank :]
             for slots, settled in WAYS:
                 self(layer, q, positions, window, selected if slots else None, settled)
-                if settled != Settled.NOTHING and self.inserts(rows, slots):
+                if settled == Settled.ALL and self.inserts(rows, slots):
                     self(layer, q, positions, window, selected if slots else None, settled, None, latents, meta)
 
 

@@ -19,9 +19,6 @@ ROUND_BYTES = 80 * 1024
 # Programs that keep an H200's memory busy: its multiprocessors, but for a few.
 ROUND = 110
 MULTIPROCESSORS = 132
-# Of launches of more rows than these, whose single programs have a tile each: programs of a cluster, one for none, and
-# warps side by side over its tiles. Not measured.
-FEW_ROWS, CLUSTER, CLUSTER_WARPS = 4, 1, 1
 # Whether the next launch starts early or late.
 STARTS = ((False, False), (False, True), (True, False))
 
@@ -30,7 +27,7 @@ class Projection(NamedTuple):
     """How a projection's programs are cut: warps side by side over tiles of 16 outputs, tiles of each, warps that share
     a tile's columns, blocks of 32 columns that a warp holds at once, how often it does, groups in which its weights
     arrive, blocks of the input that it asks for at once, whether the next launch may start at once, and whether only
-    when all of the input has been asked for; and programs of a cluster, which share the tiles' columns."""
+    when all of the input has been asked for."""
 
     tile_warps: int
     tiles: int
@@ -41,7 +38,6 @@ class Projection(NamedTuple):
     ahead: int
     early: bool
     late: bool = False
-    cluster: int = 1
 
     @property
     def warps(self) -> int:
@@ -59,9 +55,9 @@ class Projection(NamedTuple):
         return self.program_tiles * self.k_warps * self.per_warp * BLOCK_BYTES
 
 
-def projection(n: int, k: int, groups: int = 1, rows: int = 1) -> Projection:
-    """The launch of a projection [n, k] whose outputs are split over groups, of so many rows. Raises ValueError for
-    widths that do not divide into tiles and warps."""
+def projection(n: int, k: int, groups: int = 1) -> Projection:
+    """The launch of a projection [n, k] whose outputs are split over groups. Raises ValueError for widths that do not
+    divide into tiles and warps."""
     tiles, blocks = _checked(n, k, groups)
     chunks = 1
     while blocks // chunks * BLOCK_BYTES > ROUND_BYTES and blocks % (2 * chunks) == 0:
@@ -80,13 +76,11 @@ def projection(n: int, k: int, groups: int = 1, rows: int = 1) -> Projection:
     launch = Projection(tile_warps, 1, k_warps, held // k_warps, chunks, 2, 5, early)
     if launch.bytes > MOST_BYTES:
         raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
-    launch = _ahead(launch, 5)
-    if rows > FEW_ROWS:
-        wanted = CLUSTER, CLUSTER_WARPS
-        return next(
-            (cut for cut in _clusters(launch, tiles, blocks) if (cut.cluster, cut.tile_warps) == wanted), launch
-        )
-    return launch
+    # Of the largest share all of x is asked for at once, ahead of the next launch's start: fused_wqa_wkv takes 3.53 and
+    # 4.41 then, with half of it and the start ahead 4.00 and 4.96 in the same run.
+    if not early and launch.program_tiles == 1 and launch.bytes == ROUND_BYTES:
+        return _ahead(launch._replace(late=True), 10)
+    return _ahead(launch, 5)
 
 
 def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
@@ -113,7 +107,7 @@ def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
     found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=not own.early)]
     if not own.early:
         found += [cut._replace(early=False, late=True) for cut in found if cut.tiles == 1 and not cut.early]
-    return list(dict.fromkeys(found + _alone(own, tiles * groups) + _clusters(own, tiles, blocks)))
+    return list(dict.fromkeys(found + _alone(own, tiles * groups)))
 
 
 def _alone(own: Projection, tiles: int) -> list[Projection]:
@@ -130,21 +124,6 @@ def _alone(own: Projection, tiles: int) -> list[Projection]:
     ]
     wide = [_ahead(cut, blocks) for cut in fit for blocks in (5, 10)]
     return [cut._replace(early=early, late=late) for cut in wide for early, late in STARTS]
-
-
-def _clusters(own: Projection, tiles: int, blocks: int) -> list[Projection]:
-    """As many programs as `projection`'s single ones, two or four of a cluster, each with a share of the columns of as
-    many tiles: less of the rows is read. tiles: of a group."""
-    found = []
-    for cluster in (2, 4):
-        for tile_warps in (1, 2, 4):
-            k_warps = MOST_WARPS // tile_warps
-            fits = cluster % tile_warps == 0 and tiles % cluster == 0 and blocks % (cluster * k_warps) == 0
-            if own.chunks == own.tile_warps == 1 and fits and blocks // cluster // k_warps <= 10:
-                per_warp = blocks // cluster // k_warps
-                cut = Projection(tile_warps, cluster // tile_warps, k_warps, per_warp, 1, 1, 10, False, True, cluster)
-                found.append(_ahead(cut, 10))
-    return found
 
 
 def _ahead(launch: Projection, blocks: int) -> Projection:

@@ -159,10 +159,10 @@ class AttentionStep:
     ) -> Tensor:
         """As `_fused`, of a layer that selects positions by kernels.
 
-        The longest path is the selection's: projection, the indexer's queries, scores, selection, sparse MLA. So it
-        has the main stream, where each launch starts beside the one ahead of it. The compressor is joined ahead of the
-        scores; `wq_b`, which begins behind the indexer's, since both want all of the memory's bandwidth, ahead of the
-        selection. Sparse MLA, right behind that, reads all else ahead of its wait.
+        The longest path is the selection's: projection, norms, the indexer's queries, scores, selection, sparse MLA. So
+        it has the main stream, where each launch starts beside the one ahead of it. The compressor is joined ahead of
+        the scores; `wq_b`, which begins behind the indexer's, since both want all of the memory's bandwidth, ahead of
+        the selection. Sparse MLA, right behind that, reads all else ahead of its wait.
         """
         attn = self.attn
         window = self.tables.window(attn, caches.window, positions)
@@ -170,17 +170,13 @@ class AttentionStep:
             inputs = kernels.project(x)
             if self._compresses_apart:
                 kernels.compress(attn, inputs, positions, caches)
-        projected = self.fused_wqa_wkv(x, step)
-        qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
-        inserts = fused.inserts(step.rows, True)
-        index_q = kernels.wq_b.normed(qr, attn.q_norm, attn.eps)
+        # Rounded for both: scores lie close, and other roundings select other positions.
+        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
+        index_q = kernels.wq_b(qr)
         with self._beside(self.aux.indexer, step):
-            q = wq_b.normed(qr, attn.q_norm, attn.eps)
-            if not inserts:
-                fused.norm_insert(attn, projected, positions, caches.window)
+            q = wq_b(qr)
         selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
-        given = (latents, caches.window) if inserts else (None, None)
-        return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW, None, *given)
+        return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW)
 
     def _heads(self, q: Tensor) -> Tensor:
         """[T, heads * 512] -> [T, heads, 512]."""

@@ -104,4 +104,4 @@ def index_projection_kernel(
             upper, lower = four_words(upper, K_WARPS, lanes), four_words(lower, K_WARPS, lanes)
             # The tile that is due comes first.
             sums = sums[1:] + (_block(upper, lower, own_words, sums[0]),)  # noqa: RUF005
-    store_sums(partial + split * rows * N, sums, first, rows, N, 1, TILES, K_WARPS)
+    store_sums(partial + split * rows * N, sums, first, rows, 0.0, N, K, 1, TILES, K_WARPS, False)

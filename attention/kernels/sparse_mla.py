@@ -341,7 +341,7 @@ def sparse_mla_kernel(
     preceding one wrote, see `attention.mla.Settled`. EARLY: the next launch may start beside this one. SPREAD: splits
     wait for each other, so all of the launch must fit on the GPU at once. INSERT: none, or at least as many as there
     are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a launch before the
-    preceding one too where anything is settled, are normed by kv_norm [512] bfloat16, turned, and stored in the
+    preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the
     window's cache at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
     COLUMNS: tl.constexpr = WIDTH // SLICES
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS

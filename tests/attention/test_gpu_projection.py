@@ -148,9 +148,6 @@ def test_a_layer_that_norms(n: int, k: int, rows: int) -> None:
     found = layer.normed(x, norm, 1e-20)
     ours, theirs = (found.double() - exact).norm(), (apart.double() - exact).norm()
     assert ours <= 1.1 * theirs, f"found an error of {ours:g}, with the norm apart it is {theirs:g}"
-    # Rounded alike, but for a sum's order: a number in thousands may come out otherwise.
-    differs = (found.double() - apart.double()).norm() / apart.double().norm()
-    assert differs < 5e-4, f"{differs:g} off from the norm apart"
     with pytest.raises(ValueError, match=r"projection: norm: found torch.float32"):
         layer.normed(x, norm.float(), 1e-20)
 

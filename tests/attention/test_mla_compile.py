@@ -119,8 +119,7 @@ def variants() -> dict[str, Variant]:
                 found[f"{heads} heads, {rows} rows, top-k {topk}" + ", insert" * insert] = variant
     # Of layers that select.
     for rows, heads in ((1, 8), (1, 16), (4, 16), (8, 16), (1, 32), (1, 64)):
-        insert = tuning.sparse_mla(rows, heads, WINDOW, TOPK).inserts
-        found[f"{heads} heads, {rows} rows, selecting"] = mla(rows, heads, settled=Settled.WINDOW, insert=insert)
+        found[f"{heads} heads, {rows} rows, selecting"] = mla(rows, heads, settled=Settled.WINDOW)
     # Other threads and wider tiles, which a benchmark tries.
     for cut in tuning.candidates(8, 16, WINDOW, TOPK):
         if cut.slices in (1, 2) and cut.warps == 8:
@@ -199,7 +198,7 @@ def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_selection_of_the_launch_ahead_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are read first of all; then only a program whose first tile is the window's goes on without a wait."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    ptx = compile_variant(mla(1, 16, settled=Settled.WINDOW, insert=True), 90).asm["ptx"]
+    ptx = compile_variant(mla(1, 16, settled=Settled.WINDOW), 90).asm["ptx"]
     queries, records, behind = ptx.split("griddepcontrol.wait")
     assert "mul.rn.bf16x2" not in queries and "mul.rn.bf16x2" in records
     assert "wgmma" in behind and "ld.global.v4" not in behind[: behind.index("wgmma")]

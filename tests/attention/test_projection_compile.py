@@ -35,9 +35,9 @@ SIGNATURE = {
 def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
     assert tuning.candidates(n, k, groups)[0] == tuning.projection(n, k, groups)
     for launch in tuning.candidates(n, k, groups):
-        assert launch.cluster * launch.k_warps * launch.per_warp * launch.chunks * tuning.BLOCK == k
+        assert launch.k_warps * launch.per_warp * launch.chunks * tuning.BLOCK == k
         assert n // groups % (tuning.TILE * launch.program_tiles) == 0
-        programs = n // tuning.TILE // launch.program_tiles * launch.cluster
+        programs = n // tuning.TILE // launch.program_tiles
         most = tuning.MOST_BYTES if 2 * programs > tuning.MULTIPROCESSORS else tuning.MOST_BYTES_ALONE
         assert 4 <= launch.warps <= tuning.MOST_WARPS and launch.bytes <= most
         assert not (launch.early and launch.late)
@@ -45,10 +45,10 @@ def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
 
 
 def test_launches_at_four_ranks() -> None:
-    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 5, False, False, 1)
-    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True, False, 1)
-    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False, False, 1)
-    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True, False, 1)
+    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 5, False, False)
+    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True, False)
+    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False, False)
+    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True, False)
     assert tuning.projection(5120, 8192).chunks == 2
 
 
@@ -66,10 +66,7 @@ def compiled(
 ) -> Any:
     """The kernel of a launch. stride: of an input that it norms."""
     values = constants(n, k, groups, launch, stride, stride is not None)
-    options: dict[str, Any] = {"num_ctas": launch.cluster}
-    if stride is not None:
-        options["maxnreg"] = tuning.MOST_REGISTERS // (32 * launch.warps)
-    return compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps, options), architecture)
+    return compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps), architecture)
 
 
 def assert_room(name: str, kernel: Any, launch: tuning.Projection, folder: Path) -> None:
@@ -103,7 +100,7 @@ def test_resources(
         order_of_machine_code(machine_code(kernel, tmp_path), launch.ahead)
 
 
-WIDE = [launch for launch in tuning.candidates(1792, 5120) if launch.late or launch.tiles > 1]
+WIDE = [launch for launch in tuning.candidates(1792, 5120) if launch.late or launch.tiles == 2]
 
 
 @pytest.mark.parametrize("launch", WIDE, ids=str)
@@ -113,13 +110,10 @@ def test_launches_that_a_benchmark_tries(
     """fused_wqa_wkv: no spills; alone on a multiprocessor or with room beside it; the next launch starts in time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     kernel = compiled(1792, 5120, 1, launch, 90)
-    wide, found = launch.bytes > tuning.MOST_BYTES, resources(kernel, tmp_path)
+    wide, found = launch.tiles > 1, resources(kernel, tmp_path)
     most = tuning.MOST_BYTES_ALONE if wide else tuning.MOST_BYTES
     assert_fits(str(launch), found, launch.warps, registers=(1 + wide) * tuning.MOST_REGISTERS, shared=most)
     ptx, start = kernel.asm["ptx"], "griddepcontrol.launch_dependents"
-    # All arrive twice and wait twice; then each reads what the others sent, of which nothing is sent behind.
-    exchanged = ptx.count("barrier.cluster.arrive"), ptx.count("barrier.cluster.wait"), ptx.count("st.shared::cluster")
-    assert exchanged == ((2, 2, launch.program_tiles * 16 // launch.warps) if launch.cluster > 1 else (0, 0, 0))
     assert ptx.count(start) == 1
     before, behind = ptx.split(start)
     loads = before.count("ld.global.v4"), behind.count("ld.global.v4")
@@ -154,9 +148,9 @@ def test_a_projection_that_norms(
     kernel = compiled(n, k, 1, launch, architecture, stride=1792)
     assert_room(f"{n}x{k}, compute capability {architecture}", kernel, launch, tmp_path)
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
-    blocks = launch.per_warp
-    assert before.count("cp.async.cg") == blocks * (launch.tiles + 1) and "cp.async.cg" not in behind
-    assert behind.count("ld.global.v4") == blocks and behind.count("mma.sync") == 2 * blocks * launch.tiles
+    assert before.count("ld.global.v4") == behind.count("ld.global.v4") == launch.per_warp * launch.chunks
+    blocks = launch.per_warp * launch.chunks
+    assert behind.count("mma.sync") == 2 * blocks * (launch.tiles + 1)
 
 
 def order_of_machine_code(cubin: Path, ahead: int) -> None:

@@ -6,9 +6,7 @@ assembly is read instruction by instruction: those that the kernels use, as PTX 
 """
 
 import re
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -124,62 +122,6 @@ def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_r
     return before
 
 
-# --- clusters ---------------------------------------------------------------------------------------------------
-
-
-class Cluster:
-    """Programs that run at once, a thread each: their ranks, the memory that each keeps for the others, and their
-    barrier. A single program is a cluster of one."""
-
-    ROOM = 1024
-
-    def __init__(self) -> None:
-        self._own, self.barrier = threading.local(), threading.Barrier(1)
-        self.rooms: list[Tensor] = []
-
-    def launch(self, programs: int, run: Callable[[], None]) -> None:
-        self.rooms = [torch.full((self.ROOM,), torch.nan) for _ in range(programs)]
-        self.barrier = threading.Barrier(programs, timeout=60)
-        with ThreadPoolExecutor(programs) as pool:
-            for done in [pool.submit(self._run, rank, run) for rank in range(programs)]:
-                done.result()
-
-    @property
-    def rank(self) -> int:
-        found: int = self._own.rank
-        return found
-
-    def _run(self, rank: int, run: Callable[[], None]) -> None:
-        self._own.rank = rank
-        try:
-            run()
-        except BaseException:
-            self.barrier.abort()
-            raise
-
-    @staticmethod
-    def sends(asm: str) -> bool:
-        """Whether this assembly is about clusters."""
-        return "cluster" in asm or "ld.shared.f32" in asm or (".shared" in asm and "room" in asm)
-
-    def run(self, asm: str, arguments: Sequence[Any]) -> Value:
-        if "%cluster_ctarank" in asm:
-            return Value(torch.tensor(self.rank))
-        if "barrier.cluster.wait" in asm:
-            self.barrier.wait()
-        elif "mapa" in asm:
-            address, rank, value = (torch.as_tensor(raw(one)) for one in arguments[:3])
-            for at, other, number in torch.stack(torch.broadcast_tensors(address, rank, value), -1).view(-1, 3):
-                assert 0 <= at < 4 * self.ROOM
-                self.rooms[int(other)][int(at) // 4] = number
-        elif "ld.shared" in asm:
-            return Value(self.rooms[self.rank][raw(arguments[0]) // 4])
-        return Value(torch.tensor(0))
-
-
-CLUSTER = Cluster()
-
-
 # --- inline assembly --------------------------------------------------------------------------------------------
 
 
@@ -188,8 +130,6 @@ def assembly(
 ) -> Value | tuple[Value, ...]:
     """One element a register."""
     assert pack == 1
-    if CLUSTER.sends(asm):
-        return CLUSTER.run(asm, arguments)
     many = isinstance(dtype, tuple)
     types = dtype if many else (dtype,)
     registers: dict[str, Tensor] = {}
@@ -339,11 +279,6 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Value], Value]:
     return lambda value: Value(function(value.data))
 
 
-def _arange(start: int, stop: int, layout: object = None) -> Value:
-    """layout: true of a dimension of which each program of a cluster holds its own number."""
-    return Value(torch.tensor([CLUSTER.rank]) if layout is True else torch.arange(start, stop))
-
-
 def language(program: Callable[[], int]) -> SimpleNamespace:
     """What stands for `triton.language` and for Gluon's; program: the running program's number."""
     nothing = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
@@ -354,7 +289,7 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         atomic_add=atomic_add,
         debug_barrier=lambda: None,
         inline_asm_elementwise=assembly,
-        arange=_arange,
+        arange=lambda start, stop, layout=None: Value(torch.arange(start, stop)),
         zeros=lambda shape, dtype, layout=None: Value(torch.zeros(tuple(shape), dtype=dtype)),
         full=lambda shape, value, dtype, layout=None: Value(torch.full(tuple(shape), value, dtype=dtype)),
         where=_where,
@@ -373,8 +308,8 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         allocate_shared_memory=Shared,
         rsqrt=_unary(torch.rsqrt),
         SwizzledSharedLayout=lambda *_: None,
-        BlockedLayout=lambda *parts: len(parts) > 4 and any(map(any, parts[4])),
-        SliceLayout=lambda dimension, parent: dimension == 1 and parent,
+        BlockedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None,
         static_range=range,
         static_assert=lambda condition, said: None,
         extra=nothing,
@@ -425,21 +360,13 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(
-            *arguments: Any,
-            num_warps: int,
-            launch_pdl: bool,
-            maxnreg: int | None = None,
-            num_ctas: int = 1,
-            **constants: Any,
+            *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
         ) -> None:
             given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
                 self.current[0] = number
-                if num_ctas == 1:
-                    self.kernel.fn(*given, **constants)
-                else:
-                    CLUSTER.launch(num_ctas, lambda: self.kernel.fn(*given, **constants))
+                self.kernel.fn(*given, **constants)
 
         return launch
 

@@ -55,7 +55,7 @@ def run_interpreted(path: str) -> None:
     index_tuning.MULTIPROCESSORS = 8
     emulate_projection(pytest.MonkeyPatch())
     # What it multiplies queries with is checked elsewhere.
-    fused_index.NormedLinear = PlainProjection  # type: ignore[misc, assignment]
+    fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
         try:

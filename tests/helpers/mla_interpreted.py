@@ -107,12 +107,11 @@ def _outputs(name: str) -> dict[str, Tensor]:
     if name in INSERTED:
         launch = tuning.mla_launch(case.rows, shape.heads, tiles, *INSERTED[name])
         found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
-        for settled in (Settled.ALL, Settled.WINDOW):
-            other = make(name)
-            latents = other.projected[:, shape.q_rank :]
-            tables = window, selected, settled, launch, latents, other.window
-            found[f"with the insert, {settled.name}"] = fused(other.attn, other.q, other.positions, *tables)
-            found[f"cache with the insert, {settled.name}"] = other.window_cache.contiguous()
+        other = make(name)
+        latents = other.projected[:, shape.q_rank :]
+        tables = window, selected, Settled.ALL, launch, latents, other.window
+        found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
+        found["cache with the insert"] = other.window_cache.contiguous()
     found["arrived"] = fused._arrived
     return found
 
@@ -129,7 +128,7 @@ class PlainProjection:
 
     nbytes = 0
 
-    def __init__(self, linear: Any, wider: int = 0) -> None:
+    def __init__(self, linear: Any) -> None:
         self.linear, self.weight = linear, boundary_reference.prepare(linear.weight, linear.scale)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
