@@ -299,7 +299,7 @@ class FusedIndexer:
             flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
             for given, full in ((None, False), (None, True), (flags, False)):
                 scores = self.scores(layer, q, inputs, positions, caches, given, full)
-                if attn.compressor is not None and given is None:
+                if attn.compressor is not None and given is None and tuning.INSIDE:
                     scores = self.compress_scores(layer, q, inputs, positions, caches, full)
             self.top(layer, scores, positions, caches)
 

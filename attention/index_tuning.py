@@ -13,8 +13,9 @@ MULTIPROCESSORS = 132
 
 
 # Whether the compressor's programs run in the scores' launch, which then waits for the projection alone, or in a launch
-# of their own ahead of it.
-INSIDE = True
+# of their own ahead of it. Apart was faster on an H200 (2026-11-30, 6f920ae): by 2 us at 1 row, 2.1 to 3.6 at 8. Both
+# launches are others since.
+INSIDE = False
 
 # The compressor's warps in a launch of its own, and the parts of `wk` that a program holds ahead of its wait: so many
 # that its registers still fit beside those of a projection's program.

@@ -86,9 +86,10 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
 def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
     """Launches of [n, k] that a benchmark tries: `projection`'s first, then other cuts, then it with its other choices
     changed."""
-    own = projection(n, k, groups)
+    best = projection(n, k, groups)
+    own = _ahead(best._replace(late=False), 5)
     tiles, blocks = _checked(n, k, groups)
-    held, found = blocks // own.chunks, [own]
+    held, found = blocks // own.chunks, [best, own]
     for k_warps in (4, 8, 16):
         for tile_warps in (1, 2, 4):
             for each in (1, 2, 4):

@@ -45,7 +45,7 @@ def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
 
 
 def test_launches_at_four_ranks() -> None:
-    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 5, False, False)
+    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 10, False, True)
     assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True, False)
     assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False, False)
     assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True, False)

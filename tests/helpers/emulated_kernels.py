@@ -351,6 +351,12 @@ ASYNC_COPY = SimpleNamespace(
 )
 
 
+def _memory(tensor: Tensor) -> Tensor:
+    """What lies from a tensor's first number to its last, in a row."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
+
+
 class Emulated:
     """A kernel that is launched as ever, on CPU tensors. Programs run in a shuffled order if asked."""
 
@@ -362,7 +368,7 @@ class Emulated:
         def launch(
             *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
         ) -> None:
-            given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
+            given = [Pointer(_memory(one)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
                 self.current[0] = number
