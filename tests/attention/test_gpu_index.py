@@ -224,6 +224,7 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
+    monkeypatch.setattr(tuning, "INSIDE", True)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **found: compiled.append(str(found)))
     for shape in (*RATIOS.values(), Shape(compressor=False)):
         kernels = None
