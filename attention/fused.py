@@ -75,6 +75,7 @@ def constants(
         "STAGES": launch.stages,
         "AHEAD": launch.ahead,
         "EARLY": launch.early,
+        "LATE": launch.late,
         "STRIDE": (groups * k if stride is None else stride) // 2,
         "NORM": norm,
     }

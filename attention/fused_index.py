@@ -9,10 +9,12 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused import FusedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
-from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.kernels.index_inputs import compress_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
+from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
-from specialized_decode.attention.views import AttentionView, CacheView, LayerCaches
+from specialized_decode.attention.views import AttentionView, CacheView, IndexerView, LayerCaches
 
 KEY_RECORD = 132
 LATENT = 512
@@ -42,6 +44,20 @@ def key_pages(cache: Tensor) -> tuple[Tensor, int, int]:
     return cache, stride, log2_states(cache.shape[1])
 
 
+def projection_constants(first: int, heads: int, launch: tuning.IndexProjection) -> dict[str, int]:
+    """The projection's compile-time arguments. first: outputs ahead of the heads' weights."""
+    return {
+        "FIRST": first,
+        "HEADS": heads,
+        "N": -(-(first + heads) // tuning.TILE) * tuning.TILE,
+        "SPLITS": launch.splits,
+        "TILES": launch.tiles,
+        "K_WARPS": launch.k_warps,
+        "PER_WARP": launch.per_warp,
+        "EARLY": launch.early,
+    }
+
+
 class FusedIndexer:
     """The kernels of one layer that selects positions, for up to `tuning.MAX_ROWS` rows: of its compressor, where it
     has one, and its indexer. `bins` is shared by all layers, whose calls follow each other."""
@@ -58,8 +74,7 @@ class FusedIndexer:
         self.first_head = 0 if compressor is None else self.weight.shape[0]
         self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
         self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
-        major = torch.cuda.get_device_capability(bins.device)[0] if bins.is_cuda else 9
-        self.registers = tuning.scores_registers(indexer.num_heads, major)
+        self.major = torch.cuda.get_device_capability(bins.device)[0] if bins.is_cuda else 9
 
     @property
     def nbytes(self) -> int:
@@ -74,20 +89,14 @@ class FusedIndexer:
         check_rows("x", x, torch.bfloat16, (rows, k))
         launch = self.launch
         partial = torch.empty(launch.splits, rows, n, dtype=torch.float32, device=x.device)
-        index_projection_kernel[(n // tuning.TILE, launch.splits)](
-            x,
-            self.weight,
-            self.heads,
+        index_projection_kernel[(launch.splits * n // tuning.TILE // launch.tiles,)](
+            x.view(torch.int32),
+            self.weight.view(torch.int32),
+            self.heads.view(torch.int32),
             partial,
             rows,
-            FIRST=self.first_head,
-            HEADS=self.heads.shape[0],
-            N=n,
-            PARTS=launch.parts,
-            SPLITS=launch.splits,
-            CHUNKS=launch.chunks,
-            COLUMNS=launch.columns,
-            num_warps=launch.parts,
+            **projection_constants(self.first_head, self.heads.shape[0], launch),
+            num_warps=launch.k_warps,
             launch_pdl=True,
         )
         return IndexInputs(partial, self.first_head)
@@ -95,58 +104,73 @@ class FusedIndexer:
     def compress(self, attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> None:
         """The rows' latents into the compressed cache, the keys made of them into the index cache, and the open group's
         rows into its ring."""
-        compressor, indexer, ring = attn.compressor, attn.indexer, caches.ring
-        assert compressor is not None and indexer is not None and indexer.wk is not None and indexer.k_norm is not None
-        assert caches.compressed is not None and caches.index is not None
-        assert attn.compressed_cache is not None and indexer.k_cache is not None
         splits, rows, n = inputs.partial.shape
-        cache, stride, log2 = kv_pages(attn.compressed_cache)
-        keys, keys_stride, keys_log2 = key_pages(indexer.k_cache)
-        rings, meta = inputs.partial, caches.compressed
-        ring_slots, starts, ring_stride, states = meta.slot_mapping, meta.query_start_loc, 0, 1
-        if compressor.ratio > 1:
-            assert ring is not None and compressor.state_cache is not None
-            rings, states = compressor.state_cache, ring.states
-            if rings.dtype != torch.float32 or rings.stride()[1:] != (2 * LATENT, 1):
-                raise ValueError(
-                    f"compressor's rings: found {rings.dtype} {list(rings.shape)}, strides {list(rings.stride())}, "
-                    f"expected float32 [rings, rows, {2 * LATENT}], rows one behind the other"
-                )
-            ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
-            meta = ring  # type: ignore[assignment]
         compress_kernel[(rows, 2)](
-            inputs.partial,
-            rows,
-            compressor.norm,
-            compressor.eps,
-            positions,
-            attn.cos_sin,
-            meta.token_to_req,
-            ring_slots,
-            starts,
-            rings,
-            ring_stride,
-            states,
-            caches.compressed.slot_mapping,
-            cache,
-            stride,
-            log2,
-            indexer.wk.weight,
-            indexer.k_norm,
-            indexer.eps,
-            caches.index.slot_mapping,
-            keys,
-            keys_stride,
-            keys_log2,
+            *_compressing(attn, inputs, positions, caches),
             N=n,
             SPLITS=splits,
-            RATIO=compressor.ratio,
+            RATIO=attn.indexer.ratio,  # type: ignore[union-attr]
+            PARTS=tuning.key_parts(tuning.COMPRESS_WARPS),
             EARLY=tuning.COMPRESS_EARLY,
             num_warps=tuning.COMPRESS_WARPS,
             launch_pdl=True,
             # So that records come out as the reference's, whatever the compiler could have fused.
             enable_fp_fusion=False,
         )
+
+    def compress_scores(
+        self,
+        attn: AttentionView,
+        q: Tensor,
+        inputs: IndexInputs,
+        positions: Tensor,
+        caches: LayerCaches,
+        full: bool = False,
+    ) -> Tensor:
+        """`compress` and `scores` in one launch, for a layer that has a compressor, of all positions."""
+        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        indexer, heads, width = self._checked(attn, q, rows, meta)
+        assert meta is not None
+        cut, out = tuning.scores(rows, True), _score_rows(rows, width, q.device)
+        compress_scores_kernel[(1 + tuning.score_programs(rows, width, True), rows)](
+            *_compressing(attn, inputs, positions, caches),
+            q,
+            inputs.heads,
+            caches.window.slot_mapping,
+            meta.block_table,
+            meta.block_table.stride(0),
+            out,
+            out.stride(0),
+            width,
+            self.bins,
+            (heads * indexer.head_dim) ** -0.5,
+            HEADS=heads,
+            PADDED=max(16, 1 << (heads - 1).bit_length()),
+            N=n,
+            SPLITS=splits,
+            RATIO=indexer.ratio,
+            PARTS=tuning.key_parts(cut.warps),
+            EARLY=cut.early,
+            KEYS=cut.keys,
+            HELD=cut.held,
+            FULL=full,
+            SPREAD=tuning.SPREAD,
+            num_warps=cut.warps,
+            maxnreg=tuning.scores_registers(heads, cut, self.major),
+            launch_pdl=True,
+            enable_fp_fusion=False,
+        )
+        return out
+
+    @staticmethod
+    def _checked(attn: AttentionView, q: Tensor, rows: int, meta: CacheView | None) -> tuple[IndexerView, int, int]:
+        """The indexer, its heads, and columns of scores. Raises ValueError for what the kernels would misread."""
+        indexer = attn.indexer
+        assert indexer is not None and meta is not None
+        check_rows("index queries", q, torch.bfloat16, (rows, indexer.num_heads * indexer.head_dim))
+        if meta.block_table.stride(1) != 1:
+            raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
+        return indexer, indexer.num_heads, score_columns(meta, indexer.ratio)
 
     def scores(
         self,
@@ -161,20 +185,16 @@ class FusedIndexer:
         """q: [T, heads * 128] bfloat16, of `wq_b` -> scores [T, n] float32 of all positions that a request may hold, as
         `reference.index_scores`; but behind a row's own they are left as they were, unless `full`, and padding rows
         have none. flags: [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
-        indexer, meta = attn.indexer, caches.index
-        assert indexer is not None and meta is not None and indexer.k_cache is not None
-        splits, rows, n = inputs.partial.shape
-        heads, width = indexer.num_heads, score_columns(meta, indexer.ratio)
-        check_rows("index queries", q, torch.bfloat16, (rows, heads * indexer.head_dim))
+        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        indexer, heads, width = self._checked(attn, q, rows, meta)
+        assert meta is not None and indexer.k_cache is not None
         expected = torch.bool, (rows, width), 1
         if flags is not None and (flags.dtype, flags.shape, flags.stride(1)) != expected:
             found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
             raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
-        if meta.block_table.stride(1) != 1:
-            raise ValueError(f"index keys: found strides {meta.block_table.stride()} of the block table, expected rows")
         cache, stride, log2 = key_pages(indexer.k_cache)
-        out = torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=q.device)[:, :width]
-        index_scores_kernel[(tuning.score_programs(rows, width), rows)](
+        cut, out = tuning.scores(rows), _score_rows(rows, width, q.device)
+        index_scores_kernel[(1 + tuning.score_programs(rows, width), rows)](
             q,
             inputs.partial,
             rows,
@@ -200,11 +220,13 @@ class FusedIndexer:
             N=n,
             SPLITS=splits,
             RATIO=indexer.ratio,
-            KEYS=tuning.KEYS,
+            KEYS=cut.keys,
+            HELD=cut.held,
             FLAGS=flags is not None,
             FULL=full,
-            num_warps=tuning.SCORES_WARPS,
-            maxnreg=self.registers,
+            SPREAD=tuning.SPREAD,
+            num_warps=cut.warps,
+            maxnreg=tuning.scores_registers(heads, cut, self.major),
             launch_pdl=True,
             # So that queries come out as the reference's.
             enable_fp_fusion=False,
@@ -225,6 +247,8 @@ class FusedIndexer:
         if width > MAX_WIDTH:
             raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
         slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
+        padded = 1 << (topk - 1).bit_length()
+        room = max(padded, 2 * tuning.FEW_TIES)
         top_positions_kernel[(rows,)](
             scores,
             scores.stride(0),
@@ -232,7 +256,7 @@ class FusedIndexer:
             positions,
             caches.window.slot_mapping,
             self.bins,
-            torch.empty(rows, 3, scores.stride(0), dtype=torch.int32, device=scores.device),
+            torch.empty(rows, scores.stride(0) + room, dtype=torch.int64, device=scores.device),
             meta.token_to_req,
             meta.block_table,
             meta.block_table.stride(0),
@@ -242,14 +266,19 @@ class FusedIndexer:
             slots,
             RATIO=attn.indexer.ratio,
             TOPK=topk,
-            TOPK_PADDED=1 << (topk - 1).bit_length(),
-            STRIPE=tuning.STRIPE,
-            STRIPES=tuning.STRIPES,
+            TOPK_PADDED=padded,
+            STRIPE=32 * tuning.TOP_WARPS,
+            STRIPES=tuning.CHUNK // (32 * tuning.TOP_WARPS),
+            PART=tuning.PART // (32 * tuning.TOP_WARPS),
+            ROOM=room,
+            FEW=tuning.FEW_TIES,
             SHORT=tuning.SHORT,
             TILE=tuning.TIES,
             RIVALS=tuning.RIVALS,
             LONG=tuning.LONG,
+            SPREAD=tuning.SPREAD,
             num_warps=tuning.TOP_WARPS,
+            maxnreg=tuning.top_registers(tuning.TOP_WARPS),
             launch_pdl=True,
         )
         return slots
@@ -270,7 +299,55 @@ class FusedIndexer:
             flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
             for given, full in ((None, False), (None, True), (flags, False)):
                 scores = self.scores(layer, q, inputs, positions, caches, given, full)
+                if attn.compressor is not None and given is None and tuning.INSIDE:
+                    scores = self.compress_scores(layer, q, inputs, positions, caches, full)
             self.top(layer, scores, positions, caches)
+
+
+def _compressing(attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> tuple[Any, ...]:
+    """The compressor's arguments of a launch. Raises ValueError for rings that it would misread."""
+    compressor, indexer, ring = attn.compressor, attn.indexer, caches.ring
+    assert compressor is not None and indexer is not None and indexer.wk is not None and indexer.k_norm is not None
+    assert caches.compressed is not None and caches.index is not None
+    assert attn.compressed_cache is not None and indexer.k_cache is not None
+    rings, meta = inputs.partial, caches.compressed
+    ring_slots, starts, ring_stride, states = meta.slot_mapping, meta.query_start_loc, 0, 1
+    if compressor.ratio > 1:
+        assert ring is not None and compressor.state_cache is not None
+        rings, states = compressor.state_cache, ring.states
+        if rings.dtype != torch.float32 or rings.stride()[1:] != (2 * LATENT, 1):
+            raise ValueError(
+                f"compressor's rings: found {rings.dtype} {list(rings.shape)}, strides {list(rings.stride())}, "
+                f"expected float32 [rings, rows, {2 * LATENT}], rows one behind the other"
+            )
+        ring_slots, starts, ring_stride = ring.slot_mapping, ring.query_start_loc, rings.stride(0)
+        meta = ring  # type: ignore[assignment]
+    return (
+        inputs.partial,
+        inputs.partial.shape[1],
+        compressor.norm,
+        compressor.eps,
+        positions,
+        attn.cos_sin,
+        meta.token_to_req,
+        ring_slots,
+        starts,
+        rings,
+        ring_stride,
+        states,
+        caches.compressed.slot_mapping,
+        *kv_pages(attn.compressed_cache),
+        indexer.wk.weight,
+        indexer.k_norm,
+        indexer.eps,
+        caches.index.slot_mapping,
+        *key_pages(indexer.k_cache),
+    )
+
+
+def _score_rows(rows: int, width: int, device: torch.device) -> Tensor:
+    """Room for scores [rows, width] float32."""
+    return torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=device)[:, :width]
 
 
 def score_columns(meta: CacheView, ratio: int) -> int:

@@ -10,11 +10,15 @@ from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.kernels.index_tables import slots_kernel
 from specialized_decode.attention.kernels.norm_insert import norm_insert_kernel
 from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
+from specialized_decode.attention.mla import Settled
 from specialized_decode.attention.views import AttentionView, CacheView
 
 RECORD = 584
 # Rows whose records a launch of sparse MLA stores itself: those of a low-batch step. A power of two.
 MAX_INSERTED = 8
+# How layers launch sparse MLA: with a selection or without, and what is settled. A window alone always is; a selection
+# is not where the layer makes it itself. Where all is, the launch may store the step's records.
+WAYS = ((False, Settled.ALL), (True, Settled.ALL), (True, Settled.WINDOW), (True, Settled.NOTHING))
 
 
 def log2_states(states: int) -> int:
@@ -103,11 +107,14 @@ class FusedSparseMla:
         launches = [
             (rows, tuning.sparse_mla(rows, heads, window, n)) for rows in range(1, max_rows + 1) for n in (0, topk)
         ]
-        self._partial = torch.empty(max(1, *(rows * launch.partial for rows, launch in launches)), device=device)
-        programs = max(rows * launch.programs for rows, launch in launches)
-        self._statistics = torch.empty(programs * max(launch.group for _, launch in launches), device=device)
-        self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        # Where splits leave what is added up.
+        self._partial = self._statistics = torch.empty(1, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
+        for rows, launch in sorted(launches, key=lambda one: -one[0] * one[1].programs):
+            self._reserve(rows, launch)
+        # Nothing has been captured yet.
+        self._outgrown.clear()
 
     def inserts(self, rows: int, selected: bool) -> bool:
         """Whether a launch for so many rows, with or without selected positions, stores the step's records itself."""
@@ -151,7 +158,7 @@ class FusedSparseMla:
         positions: Tensor,
         window: Tensor,
         selected: Tensor | None,
-        settled: bool,
+        settled: Settled,
         launch: tuning.SparseMla | None = None,
         latents: Tensor | None = None,
         metadata: CacheView | None = None,
@@ -159,10 +166,9 @@ class FusedSparseMla:
         """q: [T, heads, 512] bfloat16 as projected; window: [T, window] and selected: [T, topk] int64 slots, -1 for
         none, the second None without a compressed cache -> head outputs [T, heads, 512] bfloat16, turned back.
 
-        settled: slots, and the records there, were written by launches before the preceding one, and may be read ahead
-        of it. launch: how the launch is cut, None for `tuning`'s choice. latents: [T, 512] bfloat16 columns of a wider
-        tensor, as settled as slots, of up to MAX_INSERTED rows: normed, turned and stored in the window's cache, whose
-        metadata is there then; None where they are there. Raises ValueError for other shapes.
+        settled: of the tables, records, latents and queries. launch: how the launch is cut, None for `tuning`'s choice.
+        latents: [T, 512] bfloat16 columns of a wider tensor, of up to MAX_INSERTED rows: normed, turned and stored in
+        the window's cache, whose metadata is there then; None where they are there. Raises ValueError for other shapes.
         """
         rows, heads = q.shape[0], attn.num_heads
         if not 0 < rows <= self.max_rows:
@@ -197,7 +203,7 @@ class FusedSparseMla:
             window,
             *compressed[:2],
             window if selected is None else selected,
-            self._partial.view(torch.float16) if cut.half else self._partial,
+            self._partial,
             self._statistics,
             self._arrived,
             out,
@@ -219,8 +225,9 @@ class FusedSparseMla:
             TILES=cut.tiles,
             SPLITS=cut.splits,
             SLICES=cut.slices,
-            SETTLED=settled,
+            SETTLED=int(settled),
             EARLY=cut.early,
+            SPREAD=cut.spread,
             INSERT=MAX_INSERTED if given else 0,
             num_warps=cut.warps,
             # The compiler's own pipeline would hold a second tile in shared memory.
@@ -232,22 +239,20 @@ class FusedSparseMla:
         return out
 
     def _reserve(self, rows: int, launch: tuning.SparseMla) -> None:
-        """Scratch for a launch that is not `tuning`'s. What is too small is kept: captured graphs write to it."""
-        programs, device = rows * launch.programs, self._partial.device
-        if rows * launch.partial > self._partial.numel():
-            self._outgrown.append(self._partial)
-            self._partial = torch.empty(rows * launch.partial, device=device)
+        """Scratch for a launch. What is too small is kept: captured graphs write to it."""
+        programs, device = rows * launch.programs, self._arrived.device
         if programs > self._arrived.numel():
             self._outgrown.append(self._arrived)
             self._arrived = torch.zeros(programs, dtype=torch.int32, device=device)
-        if programs * launch.group > self._statistics.numel():
-            self._outgrown.append(self._statistics)
-            self._statistics = torch.empty(programs * launch.group, device=device)
+        for name, size in (("_partial", rows * launch.partial), ("_statistics", programs * launch.group)):
+            if size > (scratch := getattr(self, name)).numel():
+                self._outgrown.append(scratch)
+                setattr(self, name, torch.empty(size, dtype=torch.float32, device=device))
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of up to `max_rows` rows of this layer can launch, over a cache of its
         own. Not in a capture."""
-        device, tables = self._partial.device, FusedTables()
+        device, tables = self._arrived.device, FusedTables()
         cache = torch.zeros(1, 32, RECORD, dtype=torch.uint8, device=device)
         cache = cache.as_strided(cache.shape, (32 * RECORD // 16 * 16, RECORD, 1))
         layer: Any = _Warming(attn, cache)
@@ -265,13 +270,11 @@ class FusedSparseMla:
             self.norm_insert(layer, projected, positions, meta)
             window, selected = tables.window(meta, positions, self.window), tables.selected(meta, selection, meta)
             q = torch.zeros(rows, self.heads, attn.head_dim, dtype=torch.bfloat16, device=device)
-            # What reads a window alone makes no selection, and need not wait for one.
-            for slots, settled in ((None, True), (selected, True), (selected, False)):
-                self(layer, q, positions, window, slots, settled)
             latents = projected[:, attn.q_lora_rank :]
-            for slots in (None, selected):
-                if self.inserts(rows, slots is not None):
-                    self(layer, q, positions, window, slots, True, None, latents, meta)
+            for slots, settled in WAYS:
+                self(layer, q, positions, window, selected if slots else None, settled)
+                if settled == Settled.ALL and self.inserts(rows, slots):
+                    self(layer, q, positions, window, selected if slots else None, settled, None, latents, meta)
 
 
 def _warm_metadata(rows: int, device: torch.device) -> SimpleNamespace:

@@ -1,5 +1,7 @@
 """SparseMlaDecode: attention over the window and the selected compressed positions."""
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,15 @@ from specialized_decode.attention.views import AttentionView, LayerCaches
 
 # Gathered float32 records at a time; rows go through in chunks of so many bytes.
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+
+class Settled(IntEnum):
+    """What launches before the preceding one wrote of what sparse MLA reads, which may thus read it ahead of its wait:
+    nothing; all but the queries; all but the selection and its records."""
+
+    NOTHING = 0
+    ALL = 1
+    WINDOW = 2
 
 
 class SparseMlaDecode:

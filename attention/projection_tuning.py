@@ -12,17 +12,22 @@ BLOCK_BYTES = TILE * BLOCK
 MOST_BYTES = 100 * 1024
 MOST_REGISTERS = 32768
 MOST_WARPS = 16
+# Those of a program that has a multiprocessor to itself.
+MOST_BYTES_ALONE = 200 * 1024
 # A projection of 8-10 MB is one round of programs with this share each.
 ROUND_BYTES = 80 * 1024
 # Programs that keep an H200's memory busy: its multiprocessors, but for a few.
 ROUND = 110
 MULTIPROCESSORS = 132
+# Whether the next launch starts early or late.
+STARTS = ((False, False), (False, True), (True, False))
 
 
 class Projection(NamedTuple):
     """How a projection's programs are cut: warps side by side over tiles of 16 outputs, tiles of each, warps that share
     a tile's columns, blocks of 32 columns that a warp holds at once, how often it does, groups in which its weights
-    arrive, blocks of the input that it asks for at once, and whether the next launch may start at once."""
+    arrive, blocks of the input that it asks for at once, whether the next launch may start at once, and whether only
+    when all of the input has been asked for."""
 
     tile_warps: int
     tiles: int
@@ -32,6 +37,7 @@ class Projection(NamedTuple):
     stages: int
     ahead: int
     early: bool
+    late: bool = False
 
     @property
     def warps(self) -> int:
@@ -70,15 +76,20 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
     launch = Projection(tile_warps, 1, k_warps, held // k_warps, chunks, 2, 5, early)
     if launch.bytes > MOST_BYTES:
         raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
+    # Of the largest share all of x is asked for at once, ahead of the next launch's start: fused_wqa_wkv takes 3.53 and
+    # 4.41 then, with half of it and the start ahead 4.00 and 4.96 in the same run.
+    if not early and launch.program_tiles == 1 and launch.bytes == ROUND_BYTES:
+        return _ahead(launch._replace(late=True), 10)
     return _ahead(launch, 5)
 
 
 def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
     """Launches of [n, k] that a benchmark tries: `projection`'s first, then other cuts, then it with its other choices
     changed."""
-    own = projection(n, k, groups)
+    best = projection(n, k, groups)
+    own = _ahead(best._replace(late=False), 5)
     tiles, blocks = _checked(n, k, groups)
-    held, found = blocks // own.chunks, [own]
+    held, found = blocks // own.chunks, [best, own]
     for k_warps in (4, 8, 16):
         for tile_warps in (1, 2, 4):
             for each in (1, 2, 4):
@@ -95,7 +106,25 @@ def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
                 ):
                     found += [_ahead(cut, 5), _ahead(cut, 10)]
     found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=not own.early)]
-    return list(dict.fromkeys(found))
+    if not own.early:
+        found += [cut._replace(early=False, late=True) for cut in found if cut.tiles == 1 and not cut.early]
+    return list(dict.fromkeys(found + _alone(own, tiles * groups)))
+
+
+def _alone(own: Projection, tiles: int) -> list[Projection]:
+    """Launches of at most half the multiprocessors, each program with twice the tiles on one of its own: rows are read
+    half as often, and the next launch's weights arrive on the other multiprocessors."""
+    cuts = [own._replace(tiles=2 * own.tiles, k_warps=own.k_warps // by, per_warp=own.per_warp * by) for by in (1, 2)]
+    fit = [
+        cut
+        for cut in cuts
+        if tiles % cut.program_tiles == 0
+        and tiles // cut.program_tiles <= MULTIPROCESSORS // 2
+        and MOST_BYTES < cut.bytes <= MOST_BYTES_ALONE
+        and cut.warps >= 4
+    ]
+    wide = [_ahead(cut, blocks) for cut in fit for blocks in (5, 10)]
+    return [cut._replace(early=early, late=late) for cut in wide for early, late in STARTS]
 
 
 def _ahead(launch: Projection, blocks: int) -> Projection:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning, mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
-from specialized_decode.attention.mla import SparseMlaDecode
-from specialized_decode.attention.projections import FusedProjections, LowBatchLinear
+from specialized_decode.attention.mla import Settled, SparseMlaDecode
+from specialized_decode.attention.projections import FusedProjection, FusedProjections, LowBatchLinear
 from specialized_decode.attention.views import AttentionView, LayerCaches
 from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
 
@@ -130,29 +129,58 @@ class AttentionStep:
         settled = attn.indexer is None and attn.compressor is None
         if caches.compressed is not None and settled:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        kernels = self.index if step.low_batch and step.rows <= index_tuning.MAX_ROWS else None
-        if kernels is not None:
-            inputs = self._index_inputs(kernels, x, positions, caches, step)
-        else:
-            self._compress(x, positions, caches, step)
-            index_weights = self._index_weights(x, step)
-        projected, wq_b = self.fused_wqa_wkv(x, step), self.wq_b.kernel(step)
-        if settled and wq_b is not None and fused.inserts(step.rows, caches.compressed is not None):
+        kernel = self.wq_b.kernel(step)
+        if self.index is not None and kernel is not None and step.rows <= index_tuning.MAX_ROWS:
+            return self._selecting(fused, self.index, kernel, x, positions, caches, step)
+        self._compress(x, positions, caches, step)
+        index_weights = self._index_weights(x, step)
+        projected = self.fused_wqa_wkv(x, step)
+        if settled and kernel is not None and fused.inserts(step.rows, caches.compressed is not None):
             qr, latents = projected.split([attn.q_lora_rank, attn.head_dim], 1)
-            q = wq_b.normed(qr, attn.q_norm, attn.eps).unflatten(1, (attn.num_heads, attn.head_dim))
-            return fused(attn, q, positions, window, selected, True, None, latents, caches.window)
+            q = kernel.normed(qr, attn.q_norm, attn.eps)
+            return fused(attn, self._heads(q), positions, window, selected, Settled.ALL, None, latents, caches.window)
         qr = fused.norm_insert(attn, projected, positions, caches.window)
-        if kernels is not None:
-            selected = self._fused_index(kernels, partial(kernels.wq_b, qr), inputs, positions, caches, step)
-            # Ahead of `wq_b`, on its stream: `wq_b`'s own wait is for all of it.
-            settled = not self._index_beside(step)
-        else:
-            self._index(qr, index_weights, positions, caches, step)
-        q = self.wq_b(qr, step).unflatten(1, (attn.num_heads, attn.head_dim))
+        self._index(qr, index_weights, positions, caches, step)
+        q = self.wq_b(qr, step)
         self.aux.join()
         if caches.compressed is not None and selected is None:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
-        return fused(attn, q, positions, window, selected, settled)
+        return fused(attn, self._heads(q), positions, window, selected, Settled.ALL if settled else Settled.NOTHING)
+
+    def _selecting(
+        self,
+        fused: "FusedSparseMla",
+        kernels: "FusedIndexer",
+        wq_b: FusedProjection,
+        x: Tensor,
+        positions: Tensor,
+        caches: LayerCaches,
+        step: StepGates,
+    ) -> Tensor:
+        """As `_fused`, of a layer that selects positions by kernels.
+
+        The longest path is the selection's: projection, norms, the indexer's queries, scores, selection, sparse MLA. So
+        it has the main stream, where each launch starts beside the one ahead of it. The compressor is joined ahead of
+        the scores; `wq_b`, which begins behind the indexer's, since both want all of the memory's bandwidth, ahead of
+        the selection. Sparse MLA, right behind that, reads all else ahead of its wait.
+        """
+        attn = self.attn
+        window = self.tables.window(attn, caches.window, positions)
+        with self._beside(self.aux.compressor, step):
+            inputs = kernels.project(x)
+            if self._compresses_apart:
+                kernels.compress(attn, inputs, positions, caches)
+        # Rounded for both: scores lie close, and other roundings select other positions.
+        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
+        index_q = kernels.wq_b(qr)
+        with self._beside(self.aux.indexer, step):
+            q = wq_b(qr)
+        selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
+        return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW)
+
+    def _heads(self, q: Tensor) -> Tensor:
+        """[T, heads * 512] -> [T, heads, 512]."""
+        return q.unflatten(1, (self.attn.num_heads, self.attn.head_dim))
 
     @staticmethod
     def _beside(stream: SideStream, step: StepGates) -> AbstractContextManager[None]:
@@ -208,46 +236,40 @@ class AttentionStep:
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
 
-    @staticmethod
-    def _index_beside(step: StepGates) -> bool:
-        return step.overlap_inputs and index_tuning.BESIDE
-
-    def _index_inputs(
-        self, kernels: "FusedIndexer", x: Tensor, positions: Tensor, caches: LayerCaches, step: StepGates
-    ) -> "IndexInputs":
-        """As `_compress` and `_index_weights`, in two launches, or one without a compressor."""
-        with self._beside(self.aux.compressor, step):
-            inputs = kernels.project(x)
-            if self.attn.compressor is not None:
-                kernels.compress(self.attn, inputs, positions, caches)
-        return inputs
+    @property
+    def _compresses_apart(self) -> bool:
+        """Whether the compressor has a launch of its own ahead of the scores', which its kernels then join."""
+        return self.attn.compressor is not None and (self.consumer is not None or not index_tuning.INSIDE)
 
     def _fused_index(
         self,
         kernels: "FusedIndexer",
-        queries: Callable[[], Tensor],
+        q: Tensor,
         inputs: "IndexInputs",
         positions: Tensor,
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """As `_index`, in three launches, of which the last makes the table too: the selection's slots [T, topk].
-        queries: projects them."""
+        """Scores and selects in two launches, ahead of each of which a stream is joined, and of which the last makes
+        the table too: the selection's slots [T, topk]. q: the indexer's queries as projected."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
-        with self.aux.indexer.fork() if self._index_beside(step) else nullcontext():
-            q, flags = queries(), None
-            if consumer is not None and blocks is not None:
-                width = max(caches.index.max_seq_len // indexer.ratio, 1)
-                flags = consumer.join(blocks[: step.rows], width)
-            self.aux.compressor.join()
-            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full=source is not None)
-            if source is not None and blocks is not None:
-                source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
-            slots = kernels.top(attn, scores, positions, caches)
-            self.tables.publish(attn.layer_id)
-            self.tables.keep(attn, caches.compressed, slots)
+        flags, full = None, source is not None
+        if consumer is not None and blocks is not None:
+            width = max(caches.index.max_seq_len // indexer.ratio, 1)
+            flags = consumer.join(blocks[: step.rows], width)
+        self.aux.compressor.join()
+        if attn.compressor is None or self._compresses_apart:
+            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
+        else:
+            scores = kernels.compress_scores(attn, q, inputs, positions, caches, full)
+        if source is not None and blocks is not None:
+            source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
+        self.aux.indexer.join()
+        slots = kernels.top(attn, scores, positions, caches)
+        self.tables.publish(attn.layer_id)
+        self.tables.keep(attn, caches.compressed, slots)
         return slots
 
     def _candidates(self, scores: Tensor, positions: Tensor, step: StepGates) -> Tensor:

@@ -5,11 +5,16 @@ vLLM's FlashMLA op, where vLLM is installed, replay in turn in one run. vLLM is 
 and its ops alone and is not needed. `--sweep` times every cut of a launch instead, for `attention/mla_tuning.py`.
 
 "insert, conversion, attention" is all that lies between `wq_b`'s output and the head outputs: RoPE, the latent's norm
-and the insert of its record, the attention and its combine in every layer; a selection's slots once for the layers that
-share it, as the release's 8 index sources are spread over its 40 layers, and the window's once in 40. The query's norm
-lies ahead of `wq_b`, and is not in it: in low-batch steps `wq_b` norms its input itself. Where it does not, one launch
-norms queries and inserts records: "norms and insert apart" has that launch in every layer. "behind wq_b" has `wq_b`
-with its norm in front of each; less "wq_b", it is what the rest adds to a step.
+and the insert of its record, the attention and its combine in every layer; and launches that convert positions to
+slots, once for the layers that share them: at the release's 8 index sources among its 40 layers, 36 of which read a
+selection, 4.5 a source; and the window's once in 40. So a layer bears 9 launches in 40. They lie in the chain itself.
+In "insert, conversion beside, attention" a source's runs on a side stream, beside the attention of the layer before,
+and is joined ahead of its own. In low-batch steps whose indexer runs on kernels the launch that selects stores the
+slots itself, and no conversion is launched but the window's: "insert, attention" has none at all.
+
+The query's norm lies ahead of `wq_b`, and is not in it: in low-batch steps `wq_b` norms its input itself. Where it does
+not, one launch norms queries and inserts records: "norms and insert apart" has that launch in every layer. "behind
+wq_b" has `wq_b` with its norm in front of each; less "wq_b", it is what the rest adds to a step.
 """
 
 import statistics
@@ -27,6 +32,7 @@ from benchmarks.timing import replayed
 from specialized_decode.attention import mla_tuning as tuning
 from specialized_decode.attention.fused import NormedLinear
 from specialized_decode.attention.fused_mla import MAX_INSERTED, RECORD, FusedSparseMla, FusedTables
+from specialized_decode.attention.mla import Settled
 from specialized_decode.backbone.linear import Linear
 
 WINDOW, TOPK, Q_RANK, WINDOW_STATES, STATES = 128, 512, 1280, 32, 64
@@ -112,6 +118,7 @@ class Ours:
         self.tables = [self._tables(number) for number in range(len(layers.attn))]
         few = layers.rows <= MAX_INSERTED
         self.wq_b = [self._wq_b() for _ in range(PROJECTIONS)] if few else []
+        self.side = torch.cuda.Stream()
 
     def _wq_b(self) -> NormedLinear:
         n = self.layers.heads * 512
@@ -128,6 +135,12 @@ class Ours:
             self.ops.selected(compressed, layers.selection[number], window),
         )
 
+    def _convert(self, number: int) -> None:
+        """A selection's slots."""
+        window: Any = self.layers.window[number].meta
+        compressed: Any = self.layers.compressed[number].meta
+        self.ops.selected(compressed, self.layers.selection[number], window)
+
     def run(
         self,
         norms: bool = False,
@@ -135,12 +148,14 @@ class Ours:
         convert: bool = False,
         project: bool = False,
         attend: bool = True,
-        settled: bool = True,
+        settled: Settled = Settled.ALL,
         selected: bool = True,
         launch: tuning.SparseMla | None = None,
+        beside: bool = False,
     ) -> None:
         """norms: the launch that norms and inserts ahead of each; insert: attention inserts; convert: index conversion,
-        the sources' and the window's; project: `wq_b` ahead of each, and whatever it yields as queries."""
+        the sources' and the window's; project: `wq_b` ahead of each, and whatever it yields as queries; beside:
+        sources' conversions run on the side stream."""
         layers = self.layers
         for at in range(layers.chain):
             number = at % len(layers.attn)
@@ -148,9 +163,15 @@ class Ours:
             meta: Any = layers.window[number].meta
             if convert and at % LAYERS == 0:
                 self.ops.window(meta, layers.positions, WINDOW)
+            if convert and beside and at + 1 < layers.chain and (at + 1) % LAYERS in SOURCES:
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):
+                    self._convert((at + 1) % len(layers.attn))
             if convert and at % LAYERS in SOURCES:
-                compressed: Any = layers.compressed[number].meta
-                self.ops.selected(compressed, layers.selection[number], meta)
+                if beside:
+                    torch.cuda.current_stream().wait_stream(self.side)
+                else:
+                    self._convert(number)
             projected = layers.projected[number]
             if norms:
                 self.fused.norm_insert(attn, projected, layers.positions, meta)
@@ -277,7 +298,7 @@ def cuts(layers: Layers) -> dict[str, Callable[[], object]]:
 
 def cut_name(launch: tuning.SparseMla) -> str:
     """A launch in words."""
-    extra = ", halves" * launch.half + ", next waits" * (not launch.early)
+    extra = ", splits wait" * launch.spread + ", next waits" * (not launch.early)
     return f"{launch.splits} splits, {launch.slices} slices, {launch.keys} keys, {launch.warps} warps{extra}"
 
 
@@ -286,13 +307,15 @@ def chains_of(layers: Layers, stock: bool) -> dict[str, Callable[[], object]]:
     ours = Ours(layers)
     chains: dict[str, Callable[[], object]] = {
         "attention": ours.run,
-        "attention, nothing read ahead": lambda: ours.run(settled=False),
+        "attention, nothing read ahead": lambda: ours.run(settled=Settled.NOTHING),
         "attention, window alone": lambda: ours.run(selected=False),
         "norms and insert apart": lambda: ours.run(norms=True, convert=True),
     }
     if layers.rows <= MAX_INSERTED:
         chains |= {
+            "insert, attention": lambda: ours.run(insert=True),
             "insert, conversion, attention": lambda: ours.run(insert=True, convert=True),
+            "insert, conversion beside, attention": lambda: ours.run(insert=True, convert=True, beside=True),
             "wq_b": lambda: ours.run(project=True, attend=False),
             "behind wq_b": lambda: ours.run(project=True, insert=True, convert=True),
         }

@@ -1,7 +1,7 @@
 """Whole attention steps in CUDA graphs, at V4.1-Flash's widths over 4 ranks: `python -m benchmarks.attention_step`.
 
 A chain is layers of one kind with weights of their own, more than the L2 cache holds, over caches that they share. The
-kernels, each of their two families alone, and the reference ops replay in turn in one run. `wo_b` publishes into the
+kernels, two of their families alone, and the reference ops replay in turn in one run. `wo_b` publishes into the
 boundary's slot, as the executor has it on one GPU; the reduce that follows there is not part of a layer. vLLM's layer,
 which takes an engine's configuration, metadata and caches, is not among them.
 """
@@ -17,8 +17,15 @@ from torch import Tensor
 
 from benchmarks.attention_mla import Times, interleaved
 from benchmarks.results import FOLDER, write_gpu_result
-from specialized_decode.attention import AttentionStep, CandidateOverlap, SparseIndexTables, SparseMlaDecode
+from specialized_decode.attention import (
+    AttentionStep,
+    CandidateOverlap,
+    SparseIndexTables,
+    SparseMlaDecode,
+    reference,
+)
 from specialized_decode.attention.fused import fused_projections
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 from specialized_decode.attention.step import AuxStreams
 from specialized_decode.backbone.attention import Attention, Compressor, Indexer, Selection
@@ -108,6 +115,7 @@ class Layers:
             request.window_blocks = [0] * ((context - config.sliding_window) // WINDOW_BLOCK)
         self.batch: Batch = caches.batch([*requests], [1] * rows, static=True)
         self.layers = [self._layer(caches, context) for _ in range(CHAIN)]
+        self._fill_index_keys()
         self.x = [normal(rows, config.hidden_size) for _ in range(CHAIN)]
 
     def _layer(self, caches: Caches, context: int) -> Attention:
@@ -137,8 +145,19 @@ class Layers:
         layer.bind_caches(caches.views)
         return layer
 
+    def _fill_index_keys(self) -> None:
+        """Random keys: scores of zeros all have the same place in the order, which is no selection's usual case."""
+        caches = [layer.indexer.k_cache for layer in self.layers if layer.indexer is not None]
+        # Layers share theirs.
+        for cache in {id(cache): cache for cache in caches}.values():
+            assert cache is not None
+            values, scales = reference.page_planes(cache, 128, 4)
+            values.copy_((8 * torch.randn(values.shape, device=DEVICE)).to(torch.float8_e4m3fn).view(torch.uint8))
+            scales.copy_(torch.full((*scales.shape[:-1], 1), 0.0625, device=DEVICE).view(torch.uint8))
+
     def chain(self, mla: bool, projections: bool) -> Callable[[], None]:
-        """All layers' steps, one behind the other. mla, projections: which families of kernels run."""
+        """All layers' steps, one behind the other. mla, projections: which families of kernels run, and with both the
+        indexer's too. Of candidate sources the first chooses blocks: a model has one."""
         config = self.config
         aux = AuxStreams(CudaSideStream(DEVICE), CudaSideStream(DEVICE))
         overlap = CandidateOverlap(CudaSideStream(DEVICE), config.candidate_block_size)
@@ -146,7 +165,8 @@ class Layers:
         tables = SparseIndexTables(FusedTables() if mla else None)
         shape = config.num_attention_heads, config.sliding_window, config.index_topk
         fused = FusedSparseMla(*shape, self.rows, DEVICE) if mla else None
-        consumes = config.consumes_candidates(self.number)
+        consumes, bins = config.consumes_candidates(self.number), fused_bins(DEVICE)
+        chooses = self.number == config.candidate_source_layer_id
         all_reduce = BoundaryAllReduce(config.hidden_size, MAX_ROWS, SingleRank(), DEVICE)
         publisher = PublishingMxfp8Linear.build(all_reduce, DEVICE)
         steps = [
@@ -156,11 +176,12 @@ class Layers:
                 SparseMlaDecode(tables, MAX_ROWS),
                 publisher,
                 mxfp8_input=False,
-                source=overlap if self.number == config.candidate_source_layer_id else None,
+                source=overlap if chooses and layer is self.layers[0] else None,
                 consumer=overlap if consumes else None,
                 aux=aux,
                 fused=fused,
                 projections=fused_projections(layer) if projections else None,
+                index=FusedIndexer(layer, bins) if mla and projections and layer.indexer is not None else None,
             )
             for layer in self.layers
         ]
@@ -174,7 +195,7 @@ class Layers:
                     # In place of the reduce that frees the slot.
                     all_reduce.reset()
                     step.run(x, None, self.batch.positions, gates)
-                    overlap.stream.join()
+            overlap.stream.join()
             aux.join()
 
         return run

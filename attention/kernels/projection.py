@@ -117,14 +117,16 @@ def projection_kernel(
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
+    LATE: gl.constexpr,
     STRIDE: gl.constexpr,
     NORM: gl.constexpr,
 ):
     """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
     weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
     read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
-    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. NORM: rows
-    are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone."""
+    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. LATE:
+    only when all of x has been asked for, else behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as
+    int32 pairs, eps above the mean square; with one group alone."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Tiles that share scales.
@@ -173,19 +175,23 @@ def projection_kernel(
                 norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             _wait()
-            if not EARLY:
+            if not EARLY and not LATE:
                 _launch_next()
         inputs = ()
         for i in gl.static_range(AHEAD):
             inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
         _barrier()
+        if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
+            _launch_next()
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
                 weight = slab[number].load(vectors)  # type: ignore[var-annotated]
                 if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
                     inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
+                    if LATE and chunk == CHUNKS - 1 and number // TILES + AHEAD == PER_WARP - 1:
+                        _launch_next()
                 factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
                 if number % TILES == 0:
                     own = four_words(inputs[number // TILES], WARPS, lanes)
@@ -202,11 +208,22 @@ def projection_kernel(
                 sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
     if NORM:
         sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
-    _store(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
+    store_sums(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
 
 
 @gluon.jit
-def _store(
+def _quad(c, WARPS: gl.constexpr):
+    """A lane's four numbers, [WARPS, 32] each -> [WARPS, 32, 4]; they stay with it."""
+    vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    words: gl.constexpr = gl.SliceLayout(2, vectors)
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, vectors)))[None, None, :]
+    c0, c1 = gl.convert_layout(c[0], words)[:, :, None], gl.convert_layout(c[1], words)[:, :, None]
+    c2, c3 = gl.convert_layout(c[2], words)[:, :, None], gl.convert_layout(c[3], words)[:, :, None]
+    return gl.where(word < 2, gl.where(word == 0, c0, c1), gl.where(word == 2, c2, c3))
+
+
+@gluon.jit
+def store_sums(
     y, sums, first, rows, eps, N: gl.constexpr, K: gl.constexpr,
     TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
@@ -222,8 +239,7 @@ def _store(
     across: gl.constexpr = gl.BlockedLayout([1, 1], [SHARE, 32 // SHARE], [1, WARPS], [1, 0])
     partial = gl.allocate_shared_memory(gl.float32, [SUMS, K_WARPS, WIDTH], shared)
     for j in gl.static_range(SUMS):
-        c = sums[j]
-        four = gl.reshape(gl.join(gl.join(c[0], c[2]), gl.join(c[1], c[3])), (K_WARPS, WIDTH))
+        four = gl.reshape(_quad(sums[j], WARPS), (K_WARPS, WIDTH))
         partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
     row = place // 4 % 4 * 2 + place % 2
@@ -235,4 +251,4 @@ def _store(
         total = gl.sum(partial.index(j).load(across), 0)
         if NORM:
             total = total * scale
-        gl.store(y + row * N + output + j * 16, total.to(gl.bfloat16), row < rows)
+        gl.store(y + row * N + output + j * 16, total.to(y.dtype.element_ty), row < rows)

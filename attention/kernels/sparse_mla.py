@@ -1,8 +1,9 @@
 """Sparse MLA of decode rows: RoPE, attention over the window and the selected positions, inverse RoPE, in one launch.
 
 Keys are the multiplications' 64-wide side and heads the narrow one, so that few heads are not padded to 64. A row's
-keys are split over programs, and the last one to arrive adds the splits up. Slices of a row's 512 output columns are
-programs too: each computes all scores of its keys again, and adds up its own columns alone; so the adding up is spread.
+keys are split over programs, and the last one to arrive adds the splits up; or, where all of a launch runs at once,
+each waits for the others and adds up a share. Slices of a row's 512 output columns are programs too: each computes all
+scores of its keys again, and adds up its own columns alone; so the adding up is spread.
 Records are 584 bytes (see `attention.reference`); one of 512 columns is eight blocks of 64, the last of them rotated.
 """
 
@@ -17,6 +18,8 @@ DATA, SCALES = tl.constexpr(576), tl.constexpr(8)
 WIDTH, QUANTIZED = tl.constexpr(512), tl.constexpr(448)
 # Words of a record's quantized columns, and those taken at a time.
 CODES, PART = tl.constexpr(112), tl.constexpr(32)
+# What a launch adds to a counter in all, so that counters need not be set back: more than splits.
+ROUND = tl.constexpr(4096)
 # Finite, so that differences of peaks are numbers; no score is below it.
 LOWEST = tl.constexpr(-3.0e38)
 TINY = tl.constexpr(1.1754944e-38)
@@ -191,8 +194,8 @@ def _insert(
 
 @triton.jit
 def _turned(x, cos, sin):
-    """Pairs of x [heads, 64] turned, float32; cos, sin: [32]."""
-    real, imaginary = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+    """Pairs of x [heads, n] turned, float32; cos, sin: [n / 2]."""
+    real, imaginary = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     turned = tl.join(
         real * cos[None, :] - imaginary * sin[None, :],
         imaginary * cos[None, :] + real * sin[None, :],
@@ -214,6 +217,17 @@ def _last_query(q, at, inside, cos, sin):
     column = tl.arange(0, BLOCK) + QUANTIZED
     last = tl.load(q + at[:, None] + column[None, :], inside[:, None], other=0.0)
     return tl.trans(_turned(last.to(tl.float32), cos, sin).to(tl.bfloat16))
+
+
+@triton.jit
+def _queries(q, at, inside, cos, sin):
+    return (
+        _query(q, at, inside, 0),
+        _query(q, at, inside, 1),
+        _query(q, at, inside, 2),
+        _query(q, at, inside, 3),
+        _last_query(q, at, inside, cos, sin),
+    )
 
 
 @triton.jit
@@ -315,18 +329,20 @@ def sparse_mla_kernel(
     SLICES: tl.constexpr,
     SETTLED: tl.constexpr,
     EARLY: tl.constexpr,
+    SPREAD: tl.constexpr,
     INSERT: tl.constexpr,
 ):
     """Grid (SPLITS, head groups x SLICES, rows). q, out: [rows, heads, 512] bfloat16, not rotated; positions: [rows]
     int64; cos_sin: [positions, 64] float32; sinks: [heads] float32; caches: uint8, block strides in bytes, the binary
     logarithm of a page's states; slots: [rows, WINDOW] and [rows, TOPK] int64, -1 for none, TOPK 0 without a compressed
-    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 or float16 and
-    statistics: [programs, GROUP] float32; arrived: int32 a row, group and slice, zero, and zero again afterwards.
-    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: slots and records were
-    written by launches before the preceding one. EARLY: the next launch may start beside this one. INSERT: none, or at
-    least as many as there are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a
-    launch before the preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the window's cache
-    at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
+    cache; zero: 0, which the compiler must not know; partial: [programs, 512 / SLICES, GROUP] float32 and
+    statistics: [programs, GROUP] float32; arrived: int32 a row, group and slice, multiples of ROUND, zero at first.
+    GROUP: a power of two of at least 16 heads. TILES: tiles of KEYS keys a split. SETTLED: what launches before the
+    preceding one wrote, see `attention.mla.Settled`. EARLY: the next launch may start beside this one. SPREAD: splits
+    wait for each other, so all of the launch must fit on the GPU at once. INSERT: none, or at least as many as there
+    are rows: latents, whose rows begin latent_stride apart, [rows, 512] bfloat16, written by a launch before the
+    preceding one too, are normed by kv_norm [512] bfloat16, turned, and stored in the
+    window's cache at slot_mapping [rows] int64, -1 for none; token_to_req: [rows] int32."""
     COLUMNS: tl.constexpr = WIDTH // SLICES
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     ALL_TILES: tl.constexpr = WINDOW_TILES + (TOPK + KEYS - 1) // KEYS
@@ -341,8 +357,12 @@ def sparse_mla_kernel(
     turn = cos_sin + tl.load(positions + row) * BLOCK
     cos, sin = tl.load(turn + pair), tl.load(turn + HALF + pair)
     sink = tl.load(sinks + head, inside, other=0.0) * LOG2_E
-    if not SETTLED:
+    if SETTLED == 0:
         tl.extra.cuda.gdc_wait()
+    if SETTLED == 2:
+        queries = _queries(q, at, inside, cos, sin)
+        if first >= WINDOW_TILES:
+            tl.extra.cuda.gdc_wait()
     new = 0
     if INSERT > 0:
         new = _new_rows(token_to_req, slot_mapping, row, INSERT)
@@ -364,17 +384,12 @@ def sparse_mla_kernel(
     else:
         scales, words = _scales(place, valid), _all_words(data, valid)
     keys = _keys(words, scales, zero)
-    if SETTLED:
+    if SETTLED > 0:
         tl.extra.cuda.gdc_wait()
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    queries = (
-        _query(q, at, inside, 0),
-        _query(q, at, inside, 1),
-        _query(q, at, inside, 2),
-        _query(q, at, inside, 3),
-        _last_query(q, at, inside, cos, sin),
-    )
+    if SETTLED < 2:
+        queries = _queries(q, at, inside, cos, sin)
     peak, total = tl.full((GROUP,), LOWEST, tl.float32), tl.zeros((GROUP,), tl.float32)
     weights, peak, total, kept = _weights(_scores(keys, queries), valid, scale * LOG2_E, peak, total)
     sums = _add(_no_sums(GROUP, SLICES), kept, keys, data, scales, valid, weights, part, SLICES)
@@ -405,27 +420,35 @@ def sparse_mla_kernel(
         inverse = (1 / tl.maximum(total, TINY))[None, :]
         place = partial + (own + split) * (COLUMNS * GROUP) + local[None, :]
         for i in tl.static_range(COLUMNS // N):
-            average = (sums[i] * inverse).to(partial.dtype.element_ty)
             quantized = (column + i * N < QUANTIZED)[:, None]
-            tl.store(place + (tl.arange(0, N) + i * N)[:, None] * GROUP, average, quantized & (local >= 0)[None, :])
+            own_column = (tl.arange(0, N) + i * N)[:, None]
+            tl.store(place + own_column * GROUP, sums[i] * inverse, quantized & (local >= 0)[None, :])
         if part == SLICES - 1:
-            rotated = (sums[COLUMNS // N] * inverse).to(partial.dtype.element_ty)
-            tl.store(place + (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None] * GROUP, rotated)
-        tl.store(statistics + (own + split) * GROUP + local, tl.maximum(peak + tl.log2(total), LOWEST))
+            last = (tl.arange(0, BLOCK) + COLUMNS - BLOCK)[:, None]
+            tl.store(place + last * GROUP, sums[COLUMNS // N] * inverse)
+        size = tl.maximum(peak + tl.log2(total), LOWEST)
+        tl.store(statistics + (own + split) * GROUP + local, size)
+        # A row's first split brings what the others leave.
+        share = tl.where(split == 0, ROUND - SPLITS + 1, 1)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + own // SPLITS, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrived + own // SPLITS, 0)
+        now = tl.atomic_add(arrived + own // SPLITS, share, sem="acq_rel") + share
+        if SPREAD:
+            _add_up_share(
+                partial, statistics, arrived + own // SPLITS, now, own, split, part, sink, turn, out, at, inside,
+                GROUP, SPLITS, COLUMNS,
+            )  # fmt: skip
+        elif now % ROUND == 0:
             rotates = part == SLICES - 1
             # All that one trip to the second-level cache can bring.
             sizes = _sizes(statistics + own * GROUP, GROUP, SPLITS)
-            averages = _averages(partial, own, COLUMNS - BLOCK, GROUP, SPLITS, COLUMNS)
+            averages = _averages(partial, own, COLUMNS - BLOCK, BLOCK, GROUP, SPLITS, COLUMNS)
             shares = _shares(sizes, sink, SPLITS)
             mixed, chunk = _mixed(averages, shares, SPLITS), part * COLUMNS + tl.arange(0, BLOCK)
             # A turn by nothing, where there is none to make.
             turned = _turned(tl.trans(mixed), tl.where(rotates, cos, 1.0), tl.where(rotates, -sin, 0.0))
             tl.store(out + at[:, None] + (chunk + COLUMNS - BLOCK)[None, :], turned.to(tl.bfloat16), inside[:, None])
             for i in tl.static_range(COLUMNS // BLOCK - 1):
-                mixed = _mixed(_averages(partial, own, i * BLOCK, GROUP, SPLITS, COLUMNS), shares, SPLITS)
+                mixed = _mixed(_averages(partial, own, i * BLOCK, BLOCK, GROUP, SPLITS, COLUMNS), shares, SPLITS)
                 result = tl.trans(mixed).to(tl.bfloat16)
                 tl.store(out + at[:, None] + (chunk + i * BLOCK)[None, :], result, inside[:, None])
 
@@ -462,9 +485,9 @@ def _shares(sizes, sink, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _averages(partial, own, first, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """64 of the slice's columns of all splits, [64, heads] each."""
-    column, local = tl.arange(0, BLOCK)[:, None] + first, tl.arange(0, GROUP)[None, :]
+def _averages(partial, own, first, N: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """N of the slice's columns of all splits, [N, heads] each."""
+    column, local = tl.arange(0, N)[:, None] + first, tl.arange(0, GROUP)[None, :]
     place = partial + own * (COLUMNS * GROUP) + column * GROUP + local
     averages = ()
     for s in tl.static_range(SPLITS):
@@ -475,8 +498,72 @@ def _averages(partial, own, first, GROUP: tl.constexpr, SPLITS: tl.constexpr, CO
 
 @triton.jit
 def _mixed(averages, shares, SPLITS: tl.constexpr):
-    """The splits' averages by their shares, added up in their order whoever comes last; [64, heads] float32."""
-    result = averages[0].to(tl.float32) * shares[0][None, :]
+    """The splits' averages by their shares, added up in their order whoever comes last; [columns, heads] float32."""
+    result = averages[0] * shares[0][None, :]
     for s in tl.static_range(1, SPLITS):
-        result += averages[s].to(tl.float32) * shares[s][None, :]
+        result += averages[s] * shares[s][None, :]
     return result
+
+
+@triton.constexpr_function
+def _sharers(splits):
+    """Splits that add up a share."""
+    return 8 if splits >= 8 else (4 if splits >= 4 else 2)
+
+
+@triton.jit
+def _all_arrived(counter, now):
+    """Waits until a counter, `now` at this program's own arrival, is at its next multiple of ROUND; 0. After some
+    seconds, 2^25 trips to the second-level cache, it ends the launch with an error."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred there, late;
+        .reg .b32 seen, left, trips;
+        mov.b32 seen, $2;
+        mov.b32 trips, 0;
+        await:
+        and.b32 left, seen, 4095;
+        setp.eq.u32 there, left, 0;
+        @there bra arrived;
+        ld.acquire.gpu.global.u32 seen, [$1];
+        add.u32 trips, trips, 1;
+        setp.gt.u32 late, trips, 33554432;
+        @late trap;
+        bra await;
+        arrived:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [counter, now],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_up_share(
+    partial, statistics, counter, now, own, split, part, sink, turn, out, at, inside,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Adds up this split's share of the slice's columns, once all splits' averages are there. A share lies within the
+    rotated columns or outside."""
+    MOST: tl.constexpr = _sharers(SPLITS)
+    SHARE: tl.constexpr = COLUMNS // MOST
+    N: tl.constexpr = SHARE if SHARE < BLOCK else BLOCK
+    if split < MOST:
+        pair = tl.arange(0, N // 2)
+        # As far as the compiler can tell, what is read lies where the wait says.
+        moved = _all_arrived(counter, now)
+        partial, statistics = partial + moved, statistics + moved
+        sizes = _sizes(statistics + own * GROUP, GROUP, SPLITS)
+        for i in tl.static_range(SHARE // N):
+            begin = split * SHARE + i * N
+            column = part * COLUMNS + begin
+            averages = _averages(partial, own, begin, N, GROUP, SPLITS, COLUMNS)
+            # A turn by nothing, where there is none to make.
+            angle, rotates = turn + (column - QUANTIZED) // 2 + pair, column >= QUANTIZED
+            cos, sin = tl.load(angle, rotates, other=1.0), tl.load(angle + HALF, rotates, other=0.0)
+            mixed = _mixed(averages, _shares(sizes, sink, SPLITS), SPLITS)
+            turned = _turned(tl.trans(mixed), cos, -sin).to(tl.bfloat16)
+            tl.store(out + at[:, None] + (column + tl.arange(0, N))[None, :], turned, inside[:, None])

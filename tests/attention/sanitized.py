@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specialized_decode.attention.fused import NormedLinear, project_fp8
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
-from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+from specialized_decode.attention.fused_mla import WAYS, FusedSparseMla, FusedTables
+from specialized_decode.attention.mla import Settled
 from specialized_decode.attention.prepared import prepare_fp8
 from tests.attention.shapes import SHAPES
 from tests.helpers.index_case import IndexCase, bins_of, closed_groups, tied_scores
@@ -28,7 +29,7 @@ from tests.helpers.step_linear import fp8_linear
 PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
 HEADS = (16, 8)
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 249
+LAUNCHES = 312
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
@@ -81,31 +82,32 @@ def sparse_mla(device: torch.device) -> list[Tensor]:
             fused = FusedSparseMla(heads, 128, 512, 8, device)
             window, selected = case.tables(tables)
             found.append(fused.norm_insert(case.attn, case.projected, case.positions, case.window)[case.live])
-            for slots, settled in ((None, True), (selected, True), (selected, False)):
-                found.append(fused(case.attn, case.q, case.positions, window, slots, settled))
             latents = case.projected[:, 1280:]
-            for slots in (None, selected):
-                if fused.inserts(case.rows, slots is not None):
-                    given = case.attn, case.q, case.positions, window, slots, True, None, latents, case.window
-                    found.append(fused(*given))
+            for slots, settled in WAYS:
+                given = case.attn, case.q, case.positions, window, selected if slots else None, settled
+                found.append(fused(*given))
+                if settled == Settled.ALL and fused.inserts(case.rows, slots):
+                    found.append(fused(*given, None, latents, case.window))
     return found
 
 
 def indexers(device: torch.device) -> list[Tensor]:
-    """A layer with a compressor of either ratio, and one without, whose scores candidates restrict."""
+    """A layer with a compressor of either ratio, inside the scores' launch and apart, and one without, whose scores
+    candidates restrict."""
     found = []
     for name, shape in INDEXED.items():
         for contexts, count in BATCHES:
             case = IndexCase(replace(shape, count=count), contexts, len(contexts), device)
             fused = FusedIndexer(case.attn, fused_bins(device))
-            inputs = fused.project(case.x)
-            if shape.compressor:
-                fused.compress(case.attn, inputs, case.positions, case.caches)
-            q, flags = fused.wq_b(case.qr), None
+            inputs, q, flags = fused.project(case.x), fused.wq_b(case.qr), None
             if name == "consumer":
                 flags = torch.rand(case.rows, case.columns, device=device) < 0.5
             # The candidate source, of ratio 1, reads all columns.
             for full in (False, True) if name == "ratio 1" else (False,):
+                if shape.compressor:
+                    scores = fused.compress_scores(case.attn, q, inputs, case.positions, case.caches, full)
+                    found.append(fused.top(case.attn, scores, case.positions, case.caches))
+                    fused.compress(case.attn, inputs, case.positions, case.caches)
                 scores = fused.scores(case.attn, q, inputs, case.positions, case.caches, flags, full)
                 found.append(fused.top(case.attn, scores, case.positions, case.caches))
     return found

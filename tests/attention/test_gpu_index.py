@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
+from specialized_decode.attention.fused_index import FusedIndexer, IndexInputs, fused_bins
 from tests.helpers.index_case import (
     IndexCase,
     Shape,
@@ -47,6 +47,59 @@ def check(case: IndexCase, flags: Tensor | None = None) -> None:
         assert not fused.bins.any(), "bins are not zero again"
         full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags, full=True)
         assert same_bits(full, masked), "scores behind a row's own are not -inf"
+        fused.bins.zero_()
+        if case.shape.compressor and flags is None:
+            check_one_launch(case, fused, inputs, summed)
+
+
+def check_one_launch(case: IndexCase, fused: FusedIndexer, inputs: IndexInputs, summed: Tensor) -> None:
+    """The compressor's programs beside the scores'."""
+    for full in (True, False):
+        before = case.cache_bytes()
+        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
+        left = case.cache_bytes()
+        assert_compressed(case, before, summed[:, : inputs.heads])
+        case.restore(left)
+        masked = assert_scored(case, scores, summed[:, inputs.heads :])
+        assert not full or same_bits(scores, masked), "scores behind a row's own are not -inf"
+        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+        assert not fused.bins.any(), "bins are not zero again"
+        case.restore(before)
+
+
+@pytest.mark.parametrize("at", range(len(tuning.CUTS)))
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one that tuning may choose."""
+    inside = tuning.INSIDE_CUTS[at % len(tuning.INSIDE_CUTS)]
+    for name, cut in {
+        "FEW": tuning.CUTS[at],
+        "MANY": tuning.CUTS[at],
+        "INSIDE_FEW": inside,
+        "INSIDE_MANY": inside,
+    }.items():
+        monkeypatch.setattr(tuning, name, cut)
+    monkeypatch.setattr(tuning, "TOP_WARPS", tuning.TOPS[at % len(tuning.TOPS)])
+    monkeypatch.setattr(tuning, "SPREAD", tuning.SPREADS[at % len(tuning.SPREADS)])
+    check(IndexCase(RATIOS[ratio], RAGGED[:1], 11, DEVICE))
+    check(IndexCase(RATIOS[ratio], RAGGED, 12, DEVICE))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    "shape", [*RATIOS.values(), Shape(compressor=False), Shape(heads=20), Shape(heads=64, hidden=4096)], ids=str
+)
+@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
+def test_projections(cut: tuning.ProjectionCut, shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cut that tuning may choose; the same bits again, whatever was in memory."""
+    monkeypatch.setattr(tuning, "PROJECTION", cut)
+    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows, DEVICE)
+    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    with poisoned():
+        partial = fused.project(case.x).partial
+        again = fused.project(case.x).partial
+    assert_projected(case, partial)
+    assert torch.equal(partial[:, case.live], again[:, case.live])
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -106,7 +159,8 @@ def test_ties() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6)])
-def test_replays(requests: int, count: int, ratio: int) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_replays(inside: bool, requests: int, count: int, ratio: int) -> None:
     """A chain of all launches of three layers in one graph, replayed over other batches: as one launch after the other,
     and the same bits every time. Scores read ahead of their wait, but for the keys that the step's rows make."""
     contexts, layers, shape = RAGGED[:requests], range(3), replace(RATIOS[ratio], count=count)
@@ -120,13 +174,14 @@ def test_replays(requests: int, count: int, ratio: int) -> None:
         found = []
         for kernels, case, low in zip(fused, cases, qr, strict=True):
             made: list[Tensor] = []
-            inputs = kernels.project(case.x)
+            inputs, scores = kernels.project(case.x), kernels.compress_scores if inside else kernels.scores
             launches = [
-                lambda: kernels.compress(case.attn, inputs, case.positions, case.caches),  # noqa: B023
                 lambda: made.append(kernels.wq_b(low)),  # noqa: B023
-                lambda: made.append(kernels.scores(case.attn, made[0], inputs, case.positions, case.caches)),  # noqa: B023
+                lambda: made.append(scores(case.attn, made[0], inputs, case.positions, case.caches)),  # noqa: B023
                 lambda: made.append(kernels.top(case.attn, made[1], case.positions, case.caches)),  # noqa: B023
             ]
+            if not inside:
+                launches.insert(0, lambda: kernels.compress(case.attn, inputs, case.positions, case.caches))  # noqa: B023
             for launch in launches:
                 if pause:
                     torch.cuda.synchronize()
@@ -169,6 +224,7 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
+    monkeypatch.setattr(tuning, "INSIDE", True)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **found: compiled.append(str(found)))
     for shape in (*RATIOS.values(), Shape(compressor=False)):
         kernels = None
@@ -181,6 +237,8 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
             inputs = kernels.project(case.x)
             if shape.compressor:
                 kernels.compress(case.attn, inputs, case.positions, case.caches)
+                for full in (False, True):
+                    kernels.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
             scores = kernels.scores(case.attn, kernels.wq_b(case.qr), inputs, case.positions, case.caches)
             kernels.top(case.attn, scores, case.positions, case.caches)
             flags = torch.ones_like(scores, dtype=torch.bool)

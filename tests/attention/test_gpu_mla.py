@@ -8,7 +8,8 @@ from torch import Tensor
 
 from specialized_decode.attention import SparseIndexTables, reference
 from specialized_decode.attention import mla_tuning as tuning
-from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
+from specialized_decode.attention.fused_mla import WAYS, FusedSparseMla, FusedTables
+from specialized_decode.attention.mla import Settled
 from tests.helpers.mla_case import MlaCase, Shape, assert_as_good
 from tests.helpers.poisoned import poisoned
 from tests.helpers.step_mhc import same_bits
@@ -36,7 +37,12 @@ def kernels() -> Make:
     return make
 
 
-def run(fused: FusedSparseMla, case: MlaCase, settled: bool = True, launch: tuning.SparseMla | None = None) -> Tensor:
+def run(
+    fused: FusedSparseMla,
+    case: MlaCase,
+    settled: Settled = Settled.ALL,
+    launch: tuning.SparseMla | None = None,
+) -> Tensor:
     """From tables to outputs."""
     with poisoned():
         window, selected = case.tables(FusedTables())
@@ -65,11 +71,12 @@ def test_heads(kernels: Make, heads: int, rows: int, ratio: int) -> None:
 @pytest.mark.parametrize("context", [*RAGGED, 24576])
 @pytest.mark.parametrize("heads", [8, 16])
 def test_contexts(kernels: Make, heads: int, context: int) -> None:
-    """One row; the same with all slots read behind the wait."""
+    """One row; the same with all slots, or those of the selection, read behind the wait."""
     case = MlaCase(Shape(heads=heads), (context,), context, DEVICE)
     out = run(kernels(case.shape), case)
     assert_as_good(out, case)
-    assert same_bits(run(kernels(case.shape), case, settled=False), out)
+    for settled in (Settled.NOTHING, Settled.WINDOW):
+        assert same_bits(run(kernels(case.shape), case, settled=settled), out)
 
 
 def test_most_rows(kernels: Make) -> None:
@@ -97,7 +104,7 @@ def test_attention_that_inserts(kernels: Make, rows: int, ratio: int) -> None:
     case = MlaCase(Shape(ratio=ratio), some, rows, DEVICE)
     cuts = [cut for cut in tuning.candidates(rows, 16, 128, 512 if ratio else 0) if cut.inserts]
     # Each is compiled for itself.
-    inserted(kernels(case.shape), case, cuts[::9])
+    inserted(kernels(case.shape), case, [*dict.fromkeys([*cuts[::9], *some_that_wait(rows, 512 if ratio else 0)])])
 
 
 @pytest.mark.parametrize("contexts", [(700,), (130,), (3,), (8192, 0)])
@@ -105,6 +112,75 @@ def test_attention_that_inserts_drafts(kernels: Make, contexts: tuple[int, ...])
     """Rows of one request read each other's records."""
     case = MlaCase(Shape(count=4), contexts, 5, DEVICE)
     inserted(kernels(case.shape), case, [tuning.sparse_mla(case.rows, 16, 128, 512)])
+
+
+def some_that_wait(rows: int, topk: int) -> list[tuning.SparseMla]:
+    """Launches whose splits wait for each other; few, since each is compiled for itself."""
+    wait = [cut for cut in tuning.candidates(rows, 16, 128, topk) if cut.spread and cut.inserts and cut.warps == 4]
+    return wait if rows in (1, 8) else wait[:2]
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_splits_that_wait_for_each_other(kernels: Make, heads: int, ratio: int) -> None:
+    """Again and again over the same scratch, in turn with a launch whose last split adds up: the same each time."""
+    case = MlaCase(Shape(heads=heads, ratio=ratio), (700, 0, 8192), 11, DEVICE)
+    fused, tiles = kernels(case.shape), tuning.key_tiles(128, 512 if ratio else 0)
+    for slices in (2, 4) if heads > 16 else (1, 2, 8):
+        cut = tuning.mla_launch(3, heads, tiles, 1, slices)
+        if not cut.spread:
+            continue
+        alone = cut._replace(spread=False)
+        out, other = run(fused, case, launch=cut), run(fused, case, launch=alone)
+        assert_as_good(out, case)
+        assert_as_good(other, case)
+        for _ in range(20):
+            assert same_bits(run(fused, case, launch=cut), out)
+            assert same_bits(run(fused, case, launch=alone), other)
+        assert_scratch_is_clean(fused)
+
+
+def assert_scratch_is_clean(fused: FusedSparseMla) -> None:
+    """Counters are between launches."""
+    assert not (fused._arrived % 4096).any()
+
+
+def test_a_graph_of_splits_that_wait(kernels: Make) -> None:
+    """A chain in which each launch starts while the one before it runs, beside launches of another stream that take
+    part of the GPU; replayed: all finish, with the same bits."""
+    case = MlaCase(Shape(), (8192,) * 8, 12, DEVICE)
+    fused, (window, selected) = kernels(case.shape), case.tables(FusedTables())
+    cuts = [cut for cut in tuning.candidates(8, 16, 128, 512) if cut.spread and cut.warps == 4]
+    other, a = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE).bfloat16()
+
+    def chain() -> list[Tensor]:
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                torch.mm(a, a)
+        found = [
+            fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, cut)
+            for _ in range(20)
+            for cut in cuts
+        ]
+        torch.cuda.current_stream().wait_stream(other)
+        return found
+
+    expected = [out.clone() for out in chain()[: len(cuts)]]
+    torch.cuda.synchronize()
+    for out in expected:
+        assert_as_good(out, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(10):
+        for out in found:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for number, out in enumerate(found):
+            assert same_bits(out, expected[number % len(cuts)])
+        assert_scratch_is_clean(fused)
 
 
 def inserted(fused: FusedSparseMla, case: MlaCase, cuts: list[tuning.SparseMla]) -> None:
@@ -119,7 +195,7 @@ def inserted(fused: FusedSparseMla, case: MlaCase, cuts: list[tuning.SparseMla])
         case.window_cache.copy_(before)
         latents = case.projected[:, case.shape.q_rank :]
         with poisoned():
-            out = fused(case.attn, case.q, case.positions, window, selected, True, cut, latents, case.window)
+            out = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, cut, latents, case.window)
         assert same_bits(case.window_cache, after), f"{cut}: other records"
         assert_as_good(out, case)
 
@@ -194,7 +270,7 @@ def test_chain_of_launches(kernels: Make, rows: int) -> None:
             case.q.copy_((case.projected[:, :1280] @ weight).unflatten(1, (16, 512)))
             fused.norm_insert(case.attn, case.projected, case.positions, case.window)
             FusedTables().window(case.window, case.positions, shape.window)
-            outputs.append(fused(case.attn, case.q, case.positions, window, selected, True))
+            outputs.append(fused(case.attn, case.q, case.positions, window, selected, Settled.ALL))
         return outputs
 
     step(some)
@@ -233,8 +309,12 @@ def test_warm_up_compiles_all(kernels: Make) -> None:
         window, selected = case.tables(FusedTables())
         assert selected is not None
         fused.norm_insert(case.attn, case.projected, case.positions, case.window)
-        for slots, settled in ((None, True), (selected, True), (selected, False)):
-            fused(case.attn, case.q, case.positions, window, slots, settled)
+        latents = case.projected[:, 64:]
+        for slots, settled in WAYS:
+            fused(case.attn, case.q, case.positions, window, selected if slots else None, settled)
+            if settled == Settled.ALL and fused.inserts(rows, slots):
+                given = selected if slots else None, settled, None, latents, case.window
+                fused(case.attn, case.q, case.positions, window, *given)
     assert len(caches) == before
 
 
@@ -243,8 +323,8 @@ def test_other_inputs_are_refused(kernels: Make) -> None:
     fused = kernels(case.shape)
     window, selected = case.tables(FusedTables())
     with pytest.raises(ValueError, match=r"sparse MLA: found 0 rows, expected 1 to 384"):
-        fused(case.attn, case.q[:0], case.positions, window, selected, True)
+        fused(case.attn, case.q[:0], case.positions, window, selected, Settled.ALL)
     with pytest.raises(ValueError, match=r"sparse MLA: q: found torch.float32"):
-        fused(case.attn, case.q.float(), case.positions, window, selected, True)
+        fused(case.attn, case.q.float(), case.positions, window, selected, Settled.ALL)
     with pytest.raises(ValueError, match=r"sparse MLA: window: found torch.int32"):
-        fused(case.attn, case.q, case.positions, window.int(), selected, True)
+        fused(case.attn, case.q, case.positions, window.int(), selected, Settled.ALL)

@@ -1,14 +1,18 @@
 """The index kernels compile for every architecture, without spills, and read weights ahead of the wait."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.kernels.index_inputs import compress_kernel, index_projection_kernel
+from specialized_decode.attention.fused_index import projection_constants
+from specialized_decode.attention.kernels.index_inputs import compress_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
+from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
 from tests.helpers.compiled import (
     ARCHITECTURES,
@@ -22,7 +26,7 @@ from tests.helpers.compiled import (
 
 HIDDEN, HEADS, TOPK = 5120, 32, 512
 
-PROJECTION = {"x": "*bf16", "weight": "*bf16", "heads": "*bf16", "partial": "*fp32", "rows": "i32"}
+PROJECTION = {"x": "*i32", "weight": "*i32", "heads": "*i32", "partial": "*fp32", "rows": "i32"}
 COMPRESS = {
     "partial": "*fp32",
     "rows": "i32",
@@ -70,6 +74,11 @@ SCORES = {
     "bins": "*i32",
     "scale": "fp32",
 }
+COMPRESS_SCORES = {
+    **COMPRESS,
+    **{name: SCORES[name] for name in ("q", "at", "owner", "block_table", "table_stride")},
+    **{name: SCORES[name] for name in ("scores", "scores_stride", "width", "bins", "scale")},
+}
 TOP = {
     "scores": "*fp32",
     "scores_stride": "i32",
@@ -77,7 +86,7 @@ TOP = {
     "positions": "*i64",
     "owner": "*i64",
     "bins": "*i32",
-    "listed": "*i32",
+    "entries": "*i64",
     "token_to_req": "*i32",
     "block_table": "*i32",
     "table_stride": "i32",
@@ -90,8 +99,15 @@ TOP = {
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
 
 
+KEY_MAKERS = [f"compressor and scores, ratio {{}}, flags False, full False, {tuple(cut)}" for cut in tuning.INSIDE_CUTS]
+
+
 def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
     return Variant(kernel, signature, constants, warps, options, ALIGNED)
+
+
+def projection_name(ratio: int, cut: tuning.ProjectionCut = tuning.PROJECTION) -> str:
+    return f"projection, ratio {ratio}, {tuple(map(int, cut))}"
 
 
 def variants() -> dict[str, Variant]:
@@ -99,32 +115,50 @@ def variants() -> dict[str, Variant]:
     found = {}
     for ratio in (2, 1, 0):
         n = 512 * ratio + HEADS
+        for cut in tuning.PROJECTION_CUTS:
+            launch = tuning.index_projection(n, HIDDEN, cut)
+            constants = projection_constants(512 * ratio, HEADS, launch)
+            variant = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
+            found[projection_name(ratio, cut)] = variant
         launch = tuning.index_projection(n, HIDDEN)
-        constants = {
-            "FIRST": 512 * ratio, "HEADS": HEADS, "N": n, "PARTS": launch.parts, "SPLITS": launch.splits,
-            "CHUNKS": launch.chunks, "COLUMNS": launch.columns,
-        }  # fmt: skip
-        found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.parts)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         common = {"N": n, "SPLITS": launch.splits}
         if ratio:
-            constants = {**common, "RATIO": ratio, "EARLY": tuning.COMPRESS_EARLY}
+            parts = tuning.key_parts(tuning.COMPRESS_WARPS)
+            constants = {**common, "RATIO": ratio, "PARTS": parts, "EARLY": tuning.COMPRESS_EARLY}
             variant = launch_of(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, **unfused)
             found[f"compressor, ratio {ratio}"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
-        for flags, full in kinds[ratio]:
+        for (flags, full), cut in product(kinds[ratio], tuning.CUTS + tuning.INSIDE_CUTS):
+            # The compiler's limit is the architecture's: see `compiled`.
+            limited = {**unfused, "maxnreg": cut}
             constants = {
-                **common, "HEADS": HEADS, "PADDED": 32, "RATIO": max(ratio, 1), "KEYS": tuning.KEYS,
-                "FLAGS": flags, "FULL": full,
-            }  # fmt: skip
-            name = f"scores, ratio {ratio}, flags {flags}, full {full}"
-            found[name] = launch_of(index_scores_kernel, SCORES, constants, tuning.SCORES_WARPS, **unfused)
-    for ratio in (2, 1):
+                **common,
+                "HEADS": HEADS,
+                "PADDED": 32,
+                "RATIO": max(ratio, 1),
+                "KEYS": cut.keys,
+                "HELD": cut.held,
+                "FULL": full,
+                "SPREAD": tuning.SPREAD,
+            }
+            name = f"ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
+            with_flags = {**constants, "FLAGS": flags}
+            if cut in tuning.CUTS:
+                found[f"scores, {name}"] = launch_of(index_scores_kernel, SCORES, with_flags, cut.warps, **limited)
+            elif ratio:
+                constants |= {"PARTS": tuning.key_parts(cut.warps), "EARLY": cut.early}
+                variant = launch_of(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, **limited)
+                found[f"compressor and scores, {name}"] = variant
+    for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
         constants = {
-            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": tuning.STRIPE, "STRIPES": tuning.STRIPES,
-            "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS, "LONG": tuning.LONG,
+            "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
+            "STRIPES": tuning.CHUNK // (32 * warps), "PART": tuning.PART // (32 * warps), "ROOM": TOPK,
+            "FEW": tuning.FEW_TIES, "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS,
+            "LONG": tuning.LONG, "SPREAD": spread,
         }  # fmt: skip
-        found[f"best, ratio {ratio}"] = launch_of(top_positions_kernel, TOP, constants, tuning.TOP_WARPS)
+        name = f"best, ratio {ratio}, {warps} warps, bins over {spread}"
+        found[name] = launch_of(top_positions_kernel, TOP, constants, warps, maxnreg=tuning.top_registers(warps))
     return found
 
 
@@ -132,8 +166,9 @@ VARIANTS = variants()
 
 
 def compiled(variant: Variant, architecture: int) -> Any:
-    if variant.kernel is index_scores_kernel:
-        registers = tuning.scores_registers(HEADS, architecture // 10)
+    cut = variant.options.get("maxnreg")
+    if isinstance(cut, tuning.ScoresCut):
+        registers = tuning.scores_registers(HEADS, cut, architecture // 10)
         variant = replace(variant, options={**variant.options, "maxnreg": registers})
     return compile_variant(variant, architecture)
 
@@ -158,7 +193,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
 def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None:
     """So it starts, and reads its weights, while the launch that it waits for still runs."""
     registers = 0
-    for name in (f"projection, ratio {ratio}", f"compressor, ratio {ratio}"):
+    for name in (projection_name(ratio), f"compressor, ratio {ratio}"):
         variant = VARIANTS[name]
         registers += program_registers(resources(compiled(variant, 90), tmp_path), variant.warps)
     assert registers <= REGISTERS
@@ -167,11 +202,22 @@ def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None
 @pytest.mark.parametrize("ratio", [2, 1])
 def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     """All of them, 16 bytes a load."""
-    variant = VARIANTS[f"projection, ratio {ratio}"]
-    before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
-    share = tuning.TILE * HIDDEN // variant.constants["SPLITS"] * 2 // (32 * variant.warps)
-    assert before.count("ld.global.v4") == share // 16
-    assert "mma" in behind and "mma" not in before
-    variant = VARIANTS[f"compressor, ratio {ratio}"]
-    before = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)[0]
-    assert before.count("ld.global.v4") >= tuning.COMPRESS_EARLY * 128 * 128 * 2 // 16 // (32 * variant.warps)
+    for cut in tuning.PROJECTION_CUTS:
+        variant = VARIANTS[projection_name(ratio, cut)]
+        launch = tuning.index_projection(512 * ratio + HEADS, HIDDEN, cut)
+        before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
+        assert before.count("cp.async.cg.shared.global") == 2 * launch.tiles * launch.per_warp
+        assert "ld.global.v4" not in before and behind.count("ld.global.v4") == launch.per_warp
+        assert behind.count("mma.sync") == 2 * launch.tiles * launch.per_warp and "mma" not in before
+        start = "griddepcontrol.launch_dependents"
+        assert (start in before, start in behind) == (launch.early, not launch.early)
+    for name in (f"compressor, ratio {ratio}", *(maker.format(ratio) for maker in KEY_MAKERS)):
+        # Ahead of one of the waits, of which each kind of program has its own.
+        variant, counts = VARIANTS[name], []
+        early = variant.constants["EARLY"]
+        for parts in (early, 0):
+            changed = replace(variant, constants={**variant.constants, "EARLY": parts})
+            waits = compiled(changed, 90).asm["ptx"].split("griddepcontrol.wait")[:-1]
+            counts.append([ahead.count("ld.global.v4") for ahead in waits])
+        more = max(held - none for held, none in zip(*counts, strict=True))
+        assert more == early * 128 // variant.constants["PARTS"] * 512 * 2 // 16 // (32 * variant.warps), name

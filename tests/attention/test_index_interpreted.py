@@ -27,7 +27,7 @@ def test_ties(found: dict[str, Any]) -> None:
     assert found["ties"] == []
 
 
-@pytest.mark.parametrize("kind", ["steps", "inline"])
+@pytest.mark.parametrize("kind", ["inside", "apart"])
 def test_whole_steps(found: dict[str, Any], kind: str) -> None:
     """Every kind of layer against the plain ones: outputs, and the caches that they leave behind."""
     plain, outputs = world(), found[kind]

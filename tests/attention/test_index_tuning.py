@@ -10,20 +10,22 @@ from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention import select
 
 
+@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
 @pytest.mark.parametrize("k", [64, 320, 1024, 4096, 5120, 7168])
 @pytest.mark.parametrize("n", [16, 32, 528, 544, 1056])
-def test_every_column_is_somebodys(n: int, k: int) -> None:
-    cut = tuning.index_projection(n, k)
-    assert cut.splits * cut.chunks * cut.parts * cut.columns == k
-    assert cut.columns >= 16 and cut.columns & (cut.columns - 1) == 0 and cut.parts <= tuning.PROJECTION_WARPS
-    assert tuning.TILE * k // cut.splits * 2 <= tuning.MOST_BYTES, "a program's weights do not fit"
+def test_every_column_is_somebodys(n: int, k: int, cut: tuning.ProjectionCut) -> None:
+    launch = tuning.index_projection(n, k, cut)
+    assert launch.splits * launch.k_warps * launch.per_warp * tuning.BLOCK == k
+    assert n % (tuning.TILE * launch.tiles) == 0 and launch.bytes <= cut.bytes
+    assert launch.per_warp <= cut.blocks and launch.k_warps <= tuning.MOST_WARPS
 
 
 def test_sources_projections_take_one_round() -> None:
-    """Of programs, all of whose weights are in flight at once."""
+    """Of programs, all of whose weights are in flight at once, beside as many of the launch ahead."""
     for n in (1056, 544):
-        programs = n // tuning.TILE * tuning.index_projection(n, 5120).splits
-        assert tuning.ROUND <= programs <= 1.1 * tuning.MULTIPROCESSORS
+        launch = tuning.index_projection(n, 5120)
+        programs, fit = n // tuning.TILE // launch.tiles * launch.splits, 227 * 1024 // launch.bytes
+        assert programs >= tuning.MULTIPROCESSORS and 2 * programs <= fit * tuning.MULTIPROCESSORS
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 64), (24, 64), (16, 0), (16, 72), (16, 16 * 7919)])
@@ -32,26 +34,37 @@ def test_other_projections_are_refused(n: int, k: int) -> None:
         tuning.index_projection(n, k)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("rows", range(1, tuning.MAX_ROWS + 1))
-def test_programs_of_the_scores(rows: int) -> None:
+def test_programs_of_the_scores(rows: int, inside: bool) -> None:
     """As many as there are tiles, or run at once; the longest request changes nothing beyond that."""
+    cut = tuning.scores(rows, inside)
     for width in (1, 64, 65, 4096, 1 << 20):
-        programs = tuning.score_programs(rows, width)
-        assert 1 <= programs <= -(-width // tuning.KEYS) and programs * rows <= tuning.SCORES_RESIDENT
-    assert tuning.score_programs(rows, 64) == 1 and tuning.score_programs(rows, 65) == 2
+        programs = tuning.score_programs(rows, width, inside)
+        assert 1 <= programs <= -(-width // cut.keys) and (programs + 1) * rows <= cut.resident
+    assert [tuning.score_programs(rows, width, inside) for width in (cut.keys, cut.keys + 1)] == [1, 2]
 
 
-def test_scores_that_run_at_once() -> None:
+@pytest.mark.parametrize("cut", tuning.CUTS + tuning.INSIDE_CUTS)
+def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
     """Of 32 heads, whose programs fill the registers."""
-    registers = tuning.scores_registers(32, 9)
-    assert registers is not None and tuning.scores_registers(64, 9) is None
-    assert tuning.scores_registers(32, 10) is None
-    programs = tuning.SCORES_RESIDENT // tuning.MULTIPROCESSORS
-    assert registers * 32 * tuning.SCORES_WARPS * programs <= 65536
+    registers = tuning.scores_registers(32, cut, 9)
+    assert registers is not None and tuning.scores_registers(64, cut, 9) is None
+    assert tuning.scores_registers(32, cut, 10) is None
+    assert registers * 32 * cut.warps * cut.programs <= 65536
+
+
+def test_what_is_tried() -> None:
+    assert tuning.TOP_WARPS in tuning.TOPS
+    assert tuple(4096 // (32 * warps) for warps in tuning.TOPS) == tuning.SPREADS
+    assert tuning.SPREADS[tuning.TOPS.index(tuning.TOP_WARPS)] == tuning.SPREAD
+    assert {tuning.FEW, tuning.MANY} <= {*tuning.CUTS}
+    assert {tuning.INSIDE_FEW, tuning.INSIDE_MANY} <= {*tuning.INSIDE_CUTS}
 
 
 def test_a_chunks_counts_fit_into_a_half() -> None:
-    assert tuning.STRIPE * tuning.STRIPES < 1 << 15
+    assert tuning.CHUNK < 1 << 15 and tuning.CHUNK % tuning.PART == 0
+    assert all(tuning.PART % (32 * warps) == 0 for warps in tuning.TOPS)
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:

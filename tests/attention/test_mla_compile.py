@@ -11,6 +11,7 @@ from specialized_decode.attention.fused_mla import MAX_INSERTED
 from specialized_decode.attention.kernels.index_tables import slots_kernel
 from specialized_decode.attention.kernels.norm_insert import norm_insert_kernel
 from specialized_decode.attention.kernels.sparse_mla import sparse_mla_kernel
+from specialized_decode.attention.mla import Settled
 from tests.helpers.compiled import ARCHITECTURES, SHARED_BYTES, Variant, assert_fits, compile_variant, resources
 
 WINDOW, TOPK, Q_RANK = 128, 512, 1280
@@ -79,7 +80,7 @@ def mla(
     rows: int,
     heads: int,
     topk: int = TOPK,
-    settled: bool = True,
+    settled: Settled = Settled.ALL,
     insert: bool = False,
     cut: tuning.SparseMla | None = None,
 ) -> Variant:
@@ -87,19 +88,19 @@ def mla(
     cut = cut or tuning.sparse_mla(rows, heads, WINDOW, topk)
     constants = {
         "GROUP": cut.group, "WINDOW": WINDOW, "TOPK": topk, "KEYS": cut.keys, "TILES": cut.tiles, "SPLITS": cut.splits,
-        "SLICES": cut.slices, "SETTLED": settled, "EARLY": cut.early, "INSERT": MAX_INSERTED if insert else 0,
+        "SLICES": cut.slices, "SETTLED": int(settled), "EARLY": cut.early,
+        "SPREAD": cut.spread, "INSERT": MAX_INSERTED if insert else 0,
     }  # fmt: skip
-    signature = {**MLA, "partial": "*fp16"} if cut.half else MLA
     unfused = {"enable_fp_fusion": not insert}
-    return launch_of(sparse_mla_kernel, signature, constants, cut.warps, num_stages=1, **unfused)
+    return launch_of(sparse_mla_kernel, MLA, constants, cut.warps, num_stages=1, **unfused)
 
 
 def variants() -> dict[str, Variant]:
     norms = {"Q": Q_RANK, "Q_PADDED": 2048}
     found = {
         "norm and insert": launch_of(norm_insert_kernel, INSERT, norms, 4, enable_fp_fusion=False),
-        "unsettled": mla(1, 16, settled=False),
-        "unsettled, many rows": mla(384, 16, settled=False),
+        "unsettled": mla(1, 16, settled=Settled.NOTHING),
+        "unsettled, many rows": mla(384, 16, settled=Settled.NOTHING),
     }
     for window, n in ((True, WINDOW), (False, TOPK)):
         constants = {"N": n, "WINDOW": window, "BLOCK": tuning.TABLE_BLOCK}
@@ -116,9 +117,12 @@ def variants() -> dict[str, Variant]:
             if (key := tuple(sorted(variant.constants.items()))) not in seen:
                 seen.add(key)
                 found[f"{heads} heads, {rows} rows, top-k {topk}" + ", insert" * insert] = variant
-    # Other threads, wider tiles and halves, which a benchmark tries.
+    # Of layers that select.
+    for rows, heads in ((1, 8), (1, 16), (4, 16), (8, 16), (1, 32), (1, 64)):
+        found[f"{heads} heads, {rows} rows, selecting"] = mla(rows, heads, settled=Settled.WINDOW)
+    # Other threads and wider tiles, which a benchmark tries.
     for cut in tuning.candidates(8, 16, WINDOW, TOPK):
-        if cut.slices in (1, 2) and (cut.half or cut.warps == 8):
+        if cut.slices in (1, 2) and cut.warps == 8:
             found[f"candidate {cut}"] = mla(8, 16, insert=cut.inserts, cut=cut)
     return found
 
@@ -173,7 +177,30 @@ def test_the_step_s_own_records_are_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert "cvt.rn.satfinite.e4m3x2" in before and "cvt.rn.satfinite.e4m3x2" not in behind
 
 
+def test_splits_that_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read what others left behind an acquiring load, past the first-level cache, and the last arriver's way of
+    adding up is not there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    cut = tuning.sparse_mla(8, 16, WINDOW, TOPK)
+    before, behind = compile_variant(mla(8, 16, cut=cut), 90).asm["ptx"].split("ld.acquire.gpu.global", 1)
+    assert "atom.global.gpu.acq_rel.add" in before and "ld.global.cg" not in before
+    assert "ld.acquire.gpu.global" not in behind and behind.count("st.global") <= 2
+    # Sizes of the splits, and averages of a share: 32 columns of 16 heads.
+    assert behind.count("ld.global.cg") >= 2 * cut.splits
+
+
 def test_unsettled_records_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    before, behind = compile_variant(mla(1, 16, settled=False), 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    before, behind = compile_variant(mla(1, 16, settled=Settled.NOTHING), 90).asm["ptx"].split("griddepcontrol.wait", 1)
     assert "mul.rn.bf16x2" not in before and "mul.rn.bf16x2" in behind
+
+
+def test_a_selection_of_the_launch_ahead_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are read first of all; then only a program whose first tile is the window's goes on without a wait."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ptx = compile_variant(mla(1, 16, settled=Settled.WINDOW), 90).asm["ptx"]
+    queries, records, behind = ptx.split("griddepcontrol.wait")
+    assert "mul.rn.bf16x2" not in queries and "mul.rn.bf16x2" in records
+    assert "wgmma" in behind and "ld.global.v4" not in behind[: behind.index("wgmma")]
+    # The branch around the first wait.
+    assert "bra" in queries[queries.rindex("setp") :]

@@ -24,6 +24,7 @@ def test_every_key_head_and_column_has_its_program(heads: int, window: int, topk
             0 if cut.splits == 1 else cut.programs * cut.group * columns(cut)
         )
         assert cut.early == (rows * cut.programs <= tuning.MLA_RESIDENT[cut.warps])
+        assert cut.spread <= (cut.early and cut.splits > 1), "its programs wait for each other"
         assert cut.group == 16 or cut.slices > 1 or cut.tiles == 1, "the sums do not fit into the registers"
 
 
@@ -52,6 +53,26 @@ def test_candidates(rows: int) -> None:
     for cut in found:
         tiles = tuning.key_tiles(128, 512, cut.keys)
         assert (cut.splits - 1) * cut.tiles < tiles <= cut.splits * cut.tiles
+
+
+def test_splits_wait_for_each_other_only_where_all_run_at_once() -> None:
+    for rows in range(1, 385):
+        for slices in (1, 2, 4, 8):
+            for tiles in (1, 2, 5, 10):
+                cut = tuning.mla_launch(rows, 16, 10, tiles, slices)
+                assert cut.spread == (rows * cut.programs <= tuning.MLA_RESIDENT[cut.warps] and cut.splits > 1)
+    assert any(cut.spread for cut in tuning.candidates(8, 16, 128, 512))
+    few = (tuning.candidates(rows, 16, 128, 512) for rows in (1, 8, 48))
+    assert not any(cut.spread and not cut.early for cuts in few for cut in cuts)
+
+
+@pytest.mark.parametrize("most", [132, 264])
+def test_programs_of_one_tile(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(tuning, "MLA_PROGRAMS", most)
+    for rows in range(1, 27):
+        cut = tuning.sparse_mla(rows, 16, 128, 512)
+        assert cut.tiles == 1 and (cut.slices == 1 or rows * cut.programs <= most)
+        assert cut.slices == 8 or most < 2 * rows * cut.programs
 
 
 def test_tiles_of_both_caches() -> None:

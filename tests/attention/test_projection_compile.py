@@ -37,15 +37,18 @@ def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
     for launch in tuning.candidates(n, k, groups):
         assert launch.k_warps * launch.per_warp * launch.chunks * tuning.BLOCK == k
         assert n // groups % (tuning.TILE * launch.program_tiles) == 0
-        assert 4 <= launch.warps <= tuning.MOST_WARPS and launch.bytes <= tuning.MOST_BYTES
+        programs = n // tuning.TILE // launch.program_tiles
+        most = tuning.MOST_BYTES if 2 * programs > tuning.MULTIPROCESSORS else tuning.MOST_BYTES_ALONE
+        assert 4 <= launch.warps <= tuning.MOST_WARPS and launch.bytes <= most
+        assert not (launch.early and launch.late)
         assert 1 <= launch.stages <= launch.per_warp and 1 <= launch.ahead <= launch.per_warp
 
 
 def test_launches_at_four_ranks() -> None:
-    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 5, False)
-    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True)
-    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False)
-    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True)
+    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 10, False, True)
+    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True, False)
+    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False, False)
+    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True, False)
     assert tuning.projection(5120, 8192).chunks == 2
 
 
@@ -95,6 +98,32 @@ def test_resources(
     assert behind.count("mma.sync") == blocks * launch.chunks * 2
     if architecture != 103:  # Which nvdisasm does not know.
         order_of_machine_code(machine_code(kernel, tmp_path), launch.ahead)
+
+
+WIDE = [launch for launch in tuning.candidates(1792, 5120) if launch.late or launch.tiles == 2]
+
+
+@pytest.mark.parametrize("launch", WIDE, ids=str)
+def test_launches_that_a_benchmark_tries(
+    launch: tuning.Projection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fused_wqa_wkv: no spills; alone on a multiprocessor or with room beside it; the next launch starts in time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernel = compiled(1792, 5120, 1, launch, 90)
+    wide, found = launch.tiles > 1, resources(kernel, tmp_path)
+    most = tuning.MOST_BYTES_ALONE if wide else tuning.MOST_BYTES
+    assert_fits(str(launch), found, launch.warps, registers=(1 + wide) * tuning.MOST_REGISTERS, shared=most)
+    ptx, start = kernel.asm["ptx"], "griddepcontrol.launch_dependents"
+    assert ptx.count(start) == 1
+    before, behind = ptx.split(start)
+    loads = before.count("ld.global.v4"), behind.count("ld.global.v4")
+    assert sum(loads) == launch.per_warp
+    if launch.late:
+        assert loads == (launch.per_warp, 0) and "griddepcontrol.wait" in before
+    elif launch.early:
+        assert "cp.async" not in before and "griddepcontrol.wait" in behind
+    else:
+        assert loads == (0, launch.per_warp) and "griddepcontrol.wait" in before
 
 
 def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from specialized_decode.attention import kernels, mla_tuning
-from specialized_decode.attention.fused_mla import MAX_INSERTED
+from specialized_decode.attention.fused_mla import MAX_INSERTED, WAYS
+from specialized_decode.attention.mla import Settled
 from tests.attention import sanitized
 
 CUT = ("GROUP", "TILES", "SPLITS", "SLICES", "TOPK", "SETTLED", "INSERT")
@@ -50,11 +51,9 @@ def test_every_kernel_in_every_cut() -> None:
     for rows, heads, topk in product((1, 8), sanitized.HEADS, (0, 512)):
         cut = mla_tuning.sparse_mla(rows, heads, 128, topk)
         launch = (cut.splits, cut.groups * cut.slices, rows), cut.group, cut.tiles, cut.splits, cut.slices, topk
-        # A window alone is settled; what a launch stores itself, too.
-        assert {(*launch, True, 0), *([(*launch, False, 0)] if topk else [])} <= attention, (
-            f"{rows} rows, {heads} heads"
-        )
-        assert not cut.inserts or (*launch, True, MAX_INSERTED) in attention, f"{rows} rows, {heads} heads"
+        ways = {settled for selects, settled in WAYS if selects == (topk > 0)}
+        inserted = {(*launch, Settled.ALL, MAX_INSERTED)} if cut.inserts else set()
+        assert {*((*launch, settled, 0) for settled in ways), *inserted} <= attention, f"{rows} rows, {heads} heads"
     projected = {tuple(call[name] for name in ("N", "K", "GROUPS", "NORM")) for call in found["projection_kernel"]}
     assert projected == {(*shape, False) for shape in sanitized.PROJECTIONS} | {
         (heads * 512, 1280, 1, True) for heads in sanitized.HEADS

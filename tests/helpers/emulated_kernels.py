@@ -77,6 +77,10 @@ class Pointer:
     def shape(self) -> tuple[int, ...]:
         return tuple(torch.as_tensor(self.offset).shape)
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
 
 def raw(value: Any) -> Any:
     return value.data if isinstance(value, Value) else value
@@ -136,13 +140,14 @@ def assembly(
             assert size is not None, f"found an address in {asm}"
             _places(argument + (int(size[1]) // argument.memory.itemsize - 1), None)
             continue
-        bits = argument.data.view(torch.int32) if argument.data.is_floating_point() else argument.data
+        data = torch.as_tensor(raw(argument))
+        bits = data.view(torch.int32) if data.is_floating_point() else data
         registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
     for line in (
         part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
     ):
         text = line.strip()
-        if text and not text.startswith(("griddepcontrol", "cp.async.bulk.prefetch", ".reg", "}")):
+        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async.bulk.prefetch", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
     found = []
     for number, kind in enumerate(types):
@@ -201,11 +206,23 @@ def _fp8_pair(halves: Tensor) -> Tensor:
     return low | high << 16
 
 
+def _bfloat16_pair(a: Tensor, b: Tensor) -> Tensor:
+    """mul.rn.bf16x2."""
+    parts = []
+    for shift in (0, 16):
+        left, right = ((one >> shift & 0xFFFF).to(torch.int16).view(torch.bfloat16) for one in (a, b))
+        parts.append((left * right).view(torch.int16).long() & 0xFFFF)
+    return parts[0] | parts[1] << 16
+
+
 _PLAIN: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": _permute,
     "lop3.b32": _logic,
     "and.b32": lambda a, b: a & b,
     "shr.u32": lambda a, count: a >> count,
+    "or.b32": lambda a, b: a | b,
+    "mul.rn.bf16x2": _bfloat16_pair,
+    "shf.r.wrap.b32": lambda low, high, count: (low | high << 32) >> count,
     "shl.b32": lambda a, count: a << count,
     "mov.u32": lambda a: a,
     "mul.lo.u32": lambda a, b: a * b,
@@ -287,10 +304,14 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
         split=lambda value: tuple(Value(part) for part in value.data.unbind(-1)),
         reshape=lambda value, shape: Value(value.data.reshape(tuple(shape))),
-        convert_layout=lambda value, layout: value,
+        convert_layout=lambda value, layout, assert_trivial=False: value,
+        allocate_shared_memory=Shared,
+        rsqrt=_unary(torch.rsqrt),
+        SwizzledSharedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
         static_range=range,
+        static_assert=lambda condition, said: None,
         extra=nothing,
         constexpr=lambda value: value,
         int32=torch.int32,
@@ -299,6 +320,41 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         float32=torch.float32,
         bfloat16=torch.bfloat16,
     )
+
+
+class Shared:
+    """Shared memory; NaN, or what no address is, until it is written."""
+
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> None:
+        self.memory = torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -(1 << 30), dtype=dtype)
+
+    def index(self, number: int) -> "Shared":
+        part = Shared.__new__(Shared)
+        part.memory = self.memory[number]
+        return part
+
+    def store(self, value: Value) -> None:
+        self.memory.copy_(value.data)
+
+    def load(self, layout: object) -> Value:
+        return Value(self.memory.clone())
+
+
+def _copy(place: Shared, pointer: Pointer, mask: Any = None) -> None:
+    assert place.memory.shape == pointer.shape
+    place.store(load(pointer, mask))
+
+
+# Copies are there at once.
+ASYNC_COPY = SimpleNamespace(
+    async_copy_global_to_shared=_copy, commit_group=lambda: None, wait_group=lambda outstanding: None
+)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """What lies from a tensor's first number to its last, in a row."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
 
 
 class Emulated:
@@ -312,7 +368,7 @@ class Emulated:
         def launch(
             *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
         ) -> None:
-            given = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in arguments]
+            given = [Pointer(_memory(one)) if isinstance(one, Tensor) else one for one in arguments]
             self.launches.append(grid[0])
             for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
                 self.current[0] = number
@@ -340,6 +396,8 @@ def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[M
         for name in ("gl", "tl"):
             if hasattr(module, name):
                 patch.setattr(module, name, substitute)
+        if hasattr(module, "async_copy"):
+            patch.setattr(module, "async_copy", ASYNC_COPY)
     for name, kernel in originals.items():
         kernels[name] = Emulated(kernel, current)
         patch.setattr(launcher, name, kernels[name])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specialized_decode.attention import reference
+from specialized_decode.attention import index_tuning, reference
 from specialized_decode.attention.index_tables import ReferenceTables
 from specialized_decode.backbone.cache import CacheMetadata
 from specialized_decode.backbone.linear import Linear
@@ -276,12 +276,15 @@ def tied_scores(case: IndexCase) -> dict[str, Tensor]:
 
 
 def bins_of(scores: Tensor, closed: Tensor, like: Tensor) -> Tensor:
-    """How many of each row's numbers begin with which 12 bits, largest first; as the scores' launch counts."""
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)
-    place = 2047 - ((bits ^ (bits >> 31 & 0x7FFFFFFF)) >> 20)
+    """How many of each row's numbers are in which bin, 64 to an octave from 2**-20 on of either sign, largest first,
+    where the scores' launch counts them."""
+    steps = (scores.abs().view(torch.int32) >> 17) - (107 << 6)
+    steps = torch.where(scores < 0, -1 - steps.clamp(0, 2047), steps.clamp(0, 2047))
+    place = 2047 - steps
     found = torch.zeros_like(like)
     for row in range(scores.shape[0]):
         real = scores[row] > -torch.inf
         real[int(closed[row]) :] = False
-        found[row] = torch.bincount(place[row][real], minlength=4096)
+        counts = torch.bincount(place[row][real], minlength=4096)
+        found[row] = counts.view(-1, index_tuning.SPREAD).T.flatten()
     return found

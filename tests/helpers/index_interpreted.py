@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -51,8 +52,9 @@ def run_interpreted(path: str) -> None:
     from specialized_decode.attention import fused_index, index_tuning
 
     # A row's programs take several tiles each.
-    index_tuning.SCORES_RESIDENT = 24
-    # What it multiplies queries with is no Triton kernel.
+    index_tuning.MULTIPROCESSORS = 8
+    emulate_projection(pytest.MonkeyPatch())
+    # What it multiplies queries with is checked elsewhere.
     fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
     failures: dict[str, str] = {}
     for name in CASES:
@@ -60,7 +62,18 @@ def run_interpreted(path: str) -> None:
             _check(name)
         except AssertionError as error:
             failures[name] = str(error) or repr(error)
-    torch.save({"failures": failures, "ties": _ties(), "steps": _steps(True), "inline": _steps(False)}, Path(path))
+    steps = {"inside" if inside else "apart": _steps(inside) for inside in (True, False)}
+    torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
+
+
+def emulate_projection(patch: pytest.MonkeyPatch) -> None:
+    """The index projection in a process that interprets the other kernels: Gluon has no interpreter."""
+    from specialized_decode.attention import fused_index
+    from specialized_decode.attention.kernels import index_projection, projection
+    from specialized_decode.boundary.kernels import fragments
+    from tests.helpers.emulated_kernels import emulate
+
+    emulate(patch, fused_index, (index_projection, projection, fragments))
 
 
 def _no_assembly(asm: str, *_: object, **__: object) -> Any:
@@ -88,6 +101,8 @@ def _check(name: str) -> None:
     masked = assert_scored(case, scores, heads)
     assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
     assert not fused.bins.any(), "bins are not zero again"
+    if case.shape.compressor:
+        _check_one_launch(case, fused, inputs, summed)
     full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, full=True)
     assert torch.equal(full, masked), "scores behind a row's own are not -inf"
     fused.bins.zero_()
@@ -96,6 +111,21 @@ def _check(name: str) -> None:
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
         masked = assert_scored(case, scores, heads, flags)
         assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+
+
+def _check_one_launch(case: IndexCase, fused: Any, inputs: Any, summed: Tensor) -> None:
+    """The compressor's programs beside the scores'."""
+    for full in (True, False):
+        before = case.cache_bytes()
+        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
+        left = case.cache_bytes()
+        assert_compressed(case, before, summed[:, : inputs.heads])
+        case.restore(left)
+        masked = assert_scored(case, scores, summed[:, inputs.heads :])
+        assert not full or torch.equal(scores, masked), "scores behind a row's own are not -inf"
+        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+        assert not fused.bins.any(), "bins are not zero again"
+        case.restore(before)
 
 
 def _ties() -> list[str]:
@@ -122,9 +152,9 @@ def _ties() -> list[str]:
     return failures
 
 
-def _steps(beside: bool) -> dict[str, Tensor]:
-    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. beside: whether the
-    indexer runs on a stream of its own."""
+def _steps(inside: bool) -> dict[str, Tensor]:
+    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. inside: whether the
+    compressor runs in the scores' launch."""
     from specialized_decode.attention import (
         AttentionStep,
         CandidateOverlap,
@@ -142,8 +172,9 @@ def _steps(beside: bool) -> dict[str, Tensor]:
     from tests.helpers.step_attention import CONFIG, CPU, LAYERS
     from tests.helpers.step_gates import Gates
 
-    index_tuning.BESIDE = beside
+    index_tuning.INSIDE = inside
     prepare_assembly(mla_interpreted._assembly)
+    mla_interpreted.interleave_programs()
     chosen = mla_interpreted.CHOSEN
     ours, device, gates = mla_interpreted.world(), EmulatedDevice(), Gates(len(chosen))
     compressor, indexer, candidates = (EmulatedStream(name, device) for name in ("compressor", "indexer", "candidates"))

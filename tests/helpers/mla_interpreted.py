@@ -1,6 +1,9 @@
 """The sparse MLA kernels in Triton's interpreter, on a CPU; in a process of its own, as `step_interpreted`."""
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import reference
+from specialized_decode.attention.mla import Settled
 from specialized_decode.boundary import reference as boundary_reference
 from tests.helpers.mla_case import MlaCase, Shape
 from tests.helpers.step_attention import CONFIG, CPU, LAYERS, World
@@ -19,23 +23,23 @@ CONTEXTS = (1, 2, 0, 127, 128, 129, 130, 511, 512, 513, 514, 1024)
 # As `tuning` cuts the launch; or tiles of a split and slices.
 TUNED = None
 # name -> the layer, its requests' contexts, and how launches are cut
-CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[int, int] | None, ...]]] = {
+CASES: dict[str, tuple[Shape, tuple[int, ...], tuple[tuple[Any, ...] | None, ...]]] = {
     "first token": (Shape(heads=16), (1,), ((1, 1),)),
     "ragged": (Shape(heads=16), CONTEXTS, ((10, 1),)),
     "ragged, ratio 2": (Shape(heads=8, ratio=2, states=32), CONTEXTS, ((5, 1),)),
-    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2))),
-    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1),)),
+    "long": (Shape(heads=16, ratio=2, states=32), (8192,), (TUNED, (3, 2), (1, 8), (3, 1))),
+    "few drafts": (Shape(heads=8, count=3), (130,), ((2, 1), (1, 1))),
     "past the candidates": (Shape(heads=8), (24576,), ((4, 2),)),
-    "padding alone": (Shape(heads=8), (0, 0), ((1, 1),)),
-    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1))),
+    "padding alone": (Shape(heads=8), (0, 0), ((1, 1), (1, 2))),
+    "window only": (Shape(heads=16, ratio=0), (1, 500, 0, 128), ((1, 2), (2, 1), (1, 1), (1, 8))),
     "drafts": (Shape(heads=16, count=6), (7, 0), ((10, 1),)),
-    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2),)),
+    "4 heads, small widths": (Shape(heads=4, **SMALL), (1, 47, 48, 49, 0, 96), ((1, 2), (1, 4))),
     "24 heads": (Shape(heads=24), (300,), ((5, 2),)),
-    "32 heads": (Shape(heads=32), (700,), ((3, 4),)),
+    "32 heads": (Shape(heads=32), (700,), ((3, 4), (1, 2))),
     "64 heads": (Shape(heads=64, ratio=2), (700,), ((10, 2), (5, 4))),
 }
 # Cases whose launches insert the step's records themselves too, and how those are cut.
-INSERTED: dict[str, tuple[int, int]] = {
+INSERTED: dict[str, tuple[Any, ...]] = {
     "first token": (1, 1),
     "few drafts": (1, 1),
     "window only": (2, 1),
@@ -65,6 +69,7 @@ def run_interpreted(path: str) -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.set_num_threads(1)
     prepare_interpreter(_assembly)
+    interleave_programs()
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
     found = {name: _outputs(name) for name in CASES}
     torch.save({**found, "steps, reused": _reused(), "steps": _steps()}, Path(path))
@@ -84,22 +89,27 @@ def _outputs(name: str) -> dict[str, Tensor]:
     tiles = tuning.key_tiles(shape.window, shape.topk if selected is not None else 0)
     for cut in CASES[name][2]:
         launch = None if cut is None else tuning.mla_launch(case.rows, shape.heads, tiles, *cut)
-        found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        found[f"out {cut}"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
+        if launch is not None and launch.spread:
+            # One split adds up all.
+            alone = launch._replace(spread=False)
+            found[f"alone {cut}"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, alone)
     if name == UNSETTLED:
-        found["unsettled"] = fused(case.attn, case.q, case.positions, window, selected, False, launch)
+        for settled in (Settled.NOTHING, Settled.WINDOW):
+            found[settled.name] = fused(case.attn, case.q, case.positions, window, selected, settled, launch)
     # Other tiles, other threads, other partial results.
     if name == "long":
         wide = tuning.key_tiles(shape.window, shape.topk, 128)
-        launch = tuning.mla_launch(1, shape.heads, wide, 1, 2, keys=128, half=True)
-        found["out wide"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        launch = tuning.mla_launch(1, shape.heads, wide, 1, 2, keys=128)
+        found["out wide"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
     found["q"] = fused.norm_insert(case.attn, case.projected, case.positions, case.window)
     found["cache"] = case.window_cache.contiguous()
     if name in INSERTED:
         launch = tuning.mla_launch(case.rows, shape.heads, tiles, *INSERTED[name])
-        found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, True, launch)
+        found["behind an insert"] = fused(case.attn, case.q, case.positions, window, selected, Settled.ALL, launch)
         other = make(name)
         latents = other.projected[:, shape.q_rank :]
-        tables = window, selected, True, launch, latents, other.window
+        tables = window, selected, Settled.ALL, launch, latents, other.window
         found["with the insert"] = fused(other.attn, other.q, other.positions, *tables)
         found["cache with the insert"] = other.window_cache.contiguous()
     found["arrived"] = fused._arrived
@@ -198,7 +208,8 @@ def _reused() -> dict[str, Tensor]:
             assert case.compressed is not None
             selected = tables.selected(case.attn, case.compressed, case.window)
             launch = tuning.mla_launch(case.rows, case.shape.heads, 2, 1, 1)
-            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, layer > 0, launch)
+            settled = Settled.ALL if layer else Settled.NOTHING
+            found[f"{step} {layer}"] = fused(case.attn, case.q, case.positions, window, selected, settled, launch)
         assert tables.built == 2
         case.load(other)
     return found
@@ -210,10 +221,63 @@ def replayed() -> MlaCase:
     return MlaCase(shape, contexts[::-1], seed=99)
 
 
+class Programs:
+    """A kernel in the interpreter, one of whose programs may wait for what others do: the next ones run meanwhile."""
+
+    # What runs now.
+    current: "Programs"
+
+    def __init__(self, fn: Callable[..., Any], builder: Any) -> None:
+        # The interpreter looks into the function.
+        functools.update_wrapper(self, fn)
+        self.__globals__, self.__signature__ = fn.__globals__, inspect.signature(fn)
+        self.fn, self.builder = fn, builder
+        self.begun: set[tuple[int, int, int]] = set()
+        self.arguments: dict[str, Any] = {}
+
+    def __call__(self, **arguments: Any) -> None:
+        own = self.builder.grid_idx
+        if own not in self.begun:
+            self.begun.add(own)
+            Programs.current, self.arguments = self, arguments
+            self.fn(**arguments)
+
+    def run_next(self) -> None:
+        """The next program along the grid's first side. Raises ValueError where none is left: nobody will do what this
+        one waits for."""
+        x, y, z = self.builder.grid_idx
+        other = x + 1
+        while (other, y, z) in self.begun:
+            other += 1
+        self.builder.set_grid_idx(other, y, z)
+        self(**self.arguments)
+        self.builder.set_grid_idx(x, y, z)
+
+
+def interleave_programs() -> None:
+    """Has the interpreter run kernels as `Programs`."""
+    import triton.runtime.interpreter as interpreter
+
+    init = interpreter.GridExecutor.__init__
+    if init.__name__ == "wrapped":
+        return
+
+    def wrapped(executor: Any, fn: Callable[..., Any], *arguments: Any) -> None:
+        init(executor, fn, *arguments)
+        executor.fn = Programs(fn, interpreter.interpreter_builder)
+
+    interpreter.GridExecutor.__init__ = wrapped
+
+
 def _assembly(asm: str, constraints: str, arguments: Any, dtype: Any, **_: object) -> Any:
-    """`dequantized` of the kernels."""
+    """`dequantized` and `_all_arrived` of the kernels."""
     import triton.language as tl
 
+    if "ld.acquire.gpu" in asm:
+        counter, now = arguments
+        while int(tl.load(counter)) % 4096:
+            Programs.current.run_next()
+        return now * 0
     assert "prmt.b32 low, $4" in asm, asm
     word, scale = arguments
     unit = (scale & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)

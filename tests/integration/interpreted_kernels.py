@@ -1,6 +1,7 @@
 """The attention kernels on vLLM's KV caches and metadata, in Triton's interpreter: checks that `interpreted` runs.
 
-Gluon has no interpreter: torch multiplies in the place of the FP8 projections' kernel.
+Gluon has no interpreter: torch multiplies in the place of the FP8 projections' kernel, and the index projection's is
+emulated.
 """
 
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.index_interpreted import emulate_projection
 from tests.helpers.mla_interpreted import PlainProjection, _assembly
 from tests.helpers.step_interpreted import prepare_interpreter
 from tests.integration.interpreted import ROWS, Decoding, Engine, bytes_of, ragged_batch
@@ -25,6 +27,7 @@ def prepare(patch: pytest.MonkeyPatch) -> None:
     prepare_interpreter(_assembly)
     for name in ("mla_unsupported", "projections_unsupported", "index_unsupported"):
         patch.setattr(executor, name, lambda attn, device: None)
+    emulate_projection(patch)
     patch.setattr(fused_index, "FusedLinear", PlainProjection)
 
     def projections(attn: Any) -> FusedProjections:

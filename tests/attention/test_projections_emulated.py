@@ -1,0 +1,61 @@
+"""The projections' kernels, run on the CPU by tests.helpers.emulated_kernels, against float64."""
+
+import pytest
+import torch
+
+from specialized_decode.attention import fused, fused_index
+from specialized_decode.attention import index_tuning as index_cuts
+from specialized_decode.attention import projection_tuning as tuning
+from specialized_decode.attention import reference as attention_reference
+from specialized_decode.attention.kernels import index_projection, projection
+from specialized_decode.attention.prepared import prepare_fp8
+from specialized_decode.boundary import reference
+from specialized_decode.boundary.kernels import fragments
+from tests.helpers.emulated_kernels import emulate
+from tests.helpers.index_case import IndexCase, Shape, assert_projected
+from tests.helpers.step_linear import fp8_linear
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(ratio=2, heads=20, hidden=640), Shape(compressor=False, heads=8)])
+@pytest.mark.parametrize("cut", range(len(index_cuts.PROJECTION_CUTS)))
+def test_index_projection(cut: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (8, 1, 3)[cut % 3]
+    emulate(monkeypatch, fused_index, (index_projection, projection, fragments))
+    monkeypatch.setattr(index_cuts, "PROJECTION", index_cuts.PROJECTION_CUTS[cut])
+    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows)
+    kernels = fused_index.FusedIndexer(case.attn, fused_index.fused_bins(case.device))
+    partial = kernels.project(case.x).partial
+    assert partial.shape[0] == kernels.launch.splits
+    assert_projected(case, partial)
+
+
+@pytest.mark.parametrize(("n", "k", "groups"), [(544, 64, 1), (64, 1024, 2), (64, 5120, 1), (128, 1280, 1)])
+def test_projection(n: int, k: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, fused, (projection, fragments))
+    generator = torch.Generator().manual_seed(n + k)
+    weight = torch.randn(n, k, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, dtype=torch.uint8)
+    prepared, full = prepare_fp8(weight, scale), reference.dequantize(weight, scale).double()
+    for rows in (1, 5, 8):
+        x = torch.randn(rows, groups * k, generator=generator).bfloat16()
+        parts = zip(x.double().chunk(groups, 1), full.chunk(groups), strict=True)
+        exact = torch.cat([part @ own.T for part, own in parts], 1)
+        best = (exact.to(torch.bfloat16).double() - exact).norm()
+        for launch in dict.fromkeys((tuning.projection(n, k, groups), *tuning.candidates(n, k, groups)[-3:])):
+            error = (fused.project_fp8(x, prepared, groups, launch).double() - exact).norm()
+            assert error <= 1.1 * best, f"{launch}: found an error of {error:g}, a rounding has {best:g}"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_projection_that_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a wider tensor, as good as with the norm apart."""
+    emulate(monkeypatch, fused, (projection, fragments))
+    generator = torch.Generator().manual_seed(rows)
+    linear = fp8_linear(3, 64, 1280, 1280**-0.5, torch.device("cpu"))
+    layer, full = fused.NormedLinear(linear, 512), reference.dequantize(linear.weight, linear.scale).double()
+    x = torch.randn(rows, 1280 + 512, generator=generator).bfloat16()[:, :1280]
+    norm = (1 + 0.2 * torch.randn(1280, generator=generator)).bfloat16()
+    exact = torch.nn.functional.rms_norm(x.double(), (1280,), norm.double(), 1e-20) @ full.T
+    apart = layer(attention_reference.rms_norm(x, norm, 1e-20).contiguous())
+    ours, theirs = ((one.double() - exact).norm() for one in (layer.normed(x, norm, 1e-20), apart))
+    assert ours <= 1.1 * theirs, f"found an error of {ours:g}, with the norm apart it is {theirs:g}"
