@@ -128,7 +128,7 @@ class FusedIndexer:
         full: bool = False,
     ) -> Tensor:
         """`compress` and `scores` in one launch, for a layer that has a compressor, of all positions."""
-        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        rows, meta = inputs.partial.shape[1], caches.index
         indexer, heads, width = self._checked(attn, q, rows, meta)
         assert meta is not None
         cut, out = tuning.scores(rows, True), _score_rows(rows, width, q.device)
@@ -144,23 +144,34 @@ class FusedIndexer:
             width,
             self.bins,
             (heads * indexer.head_dim) ** -0.5,
-            HEADS=heads,
-            PADDED=max(16, 1 << (heads - 1).bit_length()),
-            N=n,
-            SPLITS=splits,
-            RATIO=indexer.ratio,
             PARTS=tuning.key_parts(cut.warps),
             EARLY=cut.early,
-            KEYS=cut.keys,
-            HELD=cut.held,
-            FULL=full,
-            SPREAD=tuning.SPREAD,
-            num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads, cut, self.major),
-            launch_pdl=True,
-            enable_fp_fusion=False,
+            **self._scoring(indexer, inputs, cut, full),
         )
         return out
+
+    def _scoring(
+        self, indexer: IndexerView, inputs: IndexInputs, cut: tuning.ScoresCut, full: bool
+    ) -> dict[str, int | None]:
+        """What every launch of scores is compiled for."""
+        splits, _, n = inputs.partial.shape
+        heads = indexer.num_heads
+        return {
+            "HEADS": heads,
+            "PADDED": max(16, 1 << (heads - 1).bit_length()),
+            "N": n,
+            "SPLITS": splits,
+            "RATIO": indexer.ratio,
+            "KEYS": cut.keys,
+            "HELD": cut.held,
+            "FULL": full,
+            "SPREAD": tuning.SPREAD,
+            "num_warps": cut.warps,
+            "maxnreg": tuning.scores_registers(heads, cut, self.major),
+            "launch_pdl": True,
+            # So that queries come out as the reference's.
+            "enable_fp_fusion": False,
+        }
 
     @staticmethod
     def _checked(attn: AttentionView, q: Tensor, rows: int, meta: CacheView | None) -> tuple[IndexerView, int, int]:
@@ -185,7 +196,7 @@ class FusedIndexer:
         """q: [T, heads * 128] bfloat16, of `wq_b` -> scores [T, n] float32 of all positions that a request may hold, as
         `reference.index_scores`; but behind a row's own they are left as they were, unless `full`, and padding rows
         have none. flags: [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
-        (splits, rows, n), meta = inputs.partial.shape, caches.index
+        rows, meta = inputs.partial.shape[1], caches.index
         indexer, heads, width = self._checked(attn, q, rows, meta)
         assert meta is not None and indexer.k_cache is not None
         expected = torch.bool, (rows, width), 1
@@ -215,21 +226,8 @@ class FusedIndexer:
             width,
             self.bins,
             (heads * indexer.head_dim) ** -0.5,
-            HEADS=heads,
-            PADDED=max(16, 1 << (heads - 1).bit_length()),
-            N=n,
-            SPLITS=splits,
-            RATIO=indexer.ratio,
-            KEYS=cut.keys,
-            HELD=cut.held,
             FLAGS=flags is not None,
-            FULL=full,
-            SPREAD=tuning.SPREAD,
-            num_warps=cut.warps,
-            maxnreg=tuning.scores_registers(heads, cut, self.major),
-            launch_pdl=True,
-            # So that queries come out as the reference's.
-            enable_fp_fusion=False,
+            **self._scoring(indexer, inputs, cut, full),
         )
         return out
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused_index import FusedIndexer, IndexInputs, fused_bins
+from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from tests.helpers.index_case import (
     IndexCase,
     Shape,
@@ -17,6 +17,7 @@ from tests.helpers.index_case import (
     assert_scored,
     assert_selected,
     bins_of,
+    check_one_launch,
     closed_groups,
     tied_scores,
 )
@@ -50,21 +51,6 @@ def check(case: IndexCase, flags: Tensor | None = None) -> None:
         fused.bins.zero_()
         if case.shape.compressor and flags is None:
             check_one_launch(case, fused, inputs, summed)
-
-
-def check_one_launch(case: IndexCase, fused: FusedIndexer, inputs: IndexInputs, summed: Tensor) -> None:
-    """The compressor's programs beside the scores'."""
-    for full in (True, False):
-        before = case.cache_bytes()
-        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
-        left = case.cache_bytes()
-        assert_compressed(case, before, summed[:, : inputs.heads])
-        case.restore(left)
-        masked = assert_scored(case, scores, summed[:, inputs.heads :])
-        assert not full or same_bits(scores, masked), "scores behind a row's own are not -inf"
-        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
-        assert not fused.bins.any(), "bins are not zero again"
-        case.restore(before)
 
 
 @pytest.mark.parametrize("at", range(len(tuning.CUTS)))

@@ -17,6 +17,7 @@ from tests.helpers.index_case import (
     assert_scored,
     assert_selected,
     bins_of,
+    check_one_launch,
     closed_groups,
     tied_scores,
 )
@@ -102,7 +103,7 @@ def _check(name: str) -> None:
     assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
     assert not fused.bins.any(), "bins are not zero again"
     if case.shape.compressor:
-        _check_one_launch(case, fused, inputs, summed)
+        check_one_launch(case, fused, inputs, summed)
     full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, full=True)
     assert torch.equal(full, masked), "scores behind a row's own are not -inf"
     fused.bins.zero_()
@@ -111,21 +112,6 @@ def _check(name: str) -> None:
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
         masked = assert_scored(case, scores, heads, flags)
         assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
-
-
-def _check_one_launch(case: IndexCase, fused: Any, inputs: Any, summed: Tensor) -> None:
-    """The compressor's programs beside the scores'."""
-    for full in (True, False):
-        before = case.cache_bytes()
-        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
-        left = case.cache_bytes()
-        assert_compressed(case, before, summed[:, : inputs.heads])
-        case.restore(left)
-        masked = assert_scored(case, scores, summed[:, inputs.heads :])
-        assert not full or torch.equal(scores, masked), "scores behind a row's own are not -inf"
-        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
-        assert not fused.bins.any(), "bins are not zero again"
-        case.restore(before)
 
 
 def _ties() -> list[str]:
