@@ -122,7 +122,7 @@ class AttentionStep:
 
         That launch reads slots, records and latents before the one ahead of it is done. So tables are made first, and
         the others lie a launch back; only where this layer makes a selection or compressed records itself, on streams
-        joined just before, it waits. The index kernels may make them ahead of `wq_b` instead.
+        joined just before, it waits.
         """
         attn = self.attn
         window, selected = self.tables.window(attn, caches.window, positions), None
