@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.index_interpreted import emulate_projection
-from tests.helpers.mla_interpreted import PlainProjection, _assembly
+from tests.helpers.mla_interpreted import PlainProjection, _assembly, interleave_programs
 from tests.helpers.step_interpreted import prepare_interpreter
 from tests.integration.interpreted import ROWS, Decoding, Engine, bytes_of, ragged_batch
 
@@ -25,6 +25,7 @@ def prepare(patch: pytest.MonkeyPatch) -> None:
     from specialized_decode.runtime import executor
 
     prepare_interpreter(_assembly)
+    interleave_programs()
     for name in ("mla_unsupported", "projections_unsupported", "index_unsupported"):
         patch.setattr(executor, name, lambda attn, device: None)
     emulate_projection(patch)
