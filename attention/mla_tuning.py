@@ -42,11 +42,6 @@ class SparseMla(NamedTuple):
         return self.tiles == 1 and (self.warps == 8 or self.group == 16)
 
     @property
-    def sharers(self) -> int:
-        """Splits that add up a share, 1 where the last one adds up all."""
-        return min(8, 1 << self.splits.bit_length() - 1) if self.spread else 1
-
-    @property
     def partial(self) -> int:
         """Averages that a row's programs leave."""
         return self.programs * (512 // self.slices) * self.group if self.splits > 1 else 0
@@ -62,8 +57,8 @@ def sparse_mla(rows: int, heads: int, window: int, topk: int) -> SparseMla:
     two or one.
 
     On an H200 (2026-11-30, 16 heads, window and 512 selected, insert inside, us in a chain): at 1 row with 8 slices
-    6.34, 4 slices 5.78, but behind `wq_b` 8 slices take a microsecond less (8.0 against 9.1); at 8 rows with 2 slices
-    9.98, 1 slice 10.34. With one split that adds up all, 6.77 and 11.39. Of more rows nothing is measured.
+    6.34, 4 slices 5.78, but a reader's whole step takes 25.2 with 8 and 25.9 with 4; at 8 rows with 2 slices 9.98, 1
+    slice 10.34. With one split that adds up all, 6.77 and 11.39. Of more rows nothing is measured.
     """
     tiles = key_tiles(window, topk)
     # Sums of 32 heads and all columns do not fit into the registers beside several tiles.

@@ -311,7 +311,6 @@ def language(program: Callable[[], int]) -> SimpleNamespace:
         BlockedLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
         static_range=range,
-        static_assert=lambda condition, said: None,
         extra=nothing,
         constexpr=lambda value: value,
         int32=torch.int32,
