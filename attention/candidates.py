@@ -35,15 +35,16 @@ class CandidateOverlap:
             with self.stream.fork():
                 self._flags = reference.candidate_flags(blocks, self.block_size, width)
 
-    def choose(self, scores: Tensor, closed: Tensor, blocks: Tensor, step: StepGates) -> None:
-        """After the source's scores [T, width], of [T] closed positions a row: chooses blocks [T, count] and expands
-        them, beside what follows where the step may fork."""
+    def choose(self, scores: Tensor, positions: Tensor, ratio: int, blocks: Tensor, step: StepGates) -> None:
+        """After the source's scores [T, width] of rows at positions [T], `ratio` of which make one: chooses blocks
+        [T, count] and expands them, beside what follows where the step may fork."""
         forks = step.overlap_candidates and step.rows in self.warmed
         with self.stream.fork() if forks else nullcontext():
+            closed = (positions + 1) // ratio
             blocks.copy_(reference.candidate_blocks(scores, closed, self.block_size, blocks.shape[1]))
             self._flags = reference.candidate_flags(blocks, self.block_size, scores.shape[1])
         # Another stream reads them: their memory serves nothing else in this step.
-        self._read = scores, closed
+        self._read = scores, positions
 
     def join(self, blocks: Tensor, width: int) -> Tensor:
         """The flags [T, width], for a consumer: waits for the fork, or expands here."""

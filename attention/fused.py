@@ -21,11 +21,15 @@ def project_fp8(
     out: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    first: int | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """x: [T, groups * K] bfloat16, T up to 8, through a prepared [N, K] whose outputs are split over the groups ->
     [T, N] bfloat16, accumulated in float32. launch: another than `tuning.projection` chooses; out: where the
     outputs are stored, None for a new tensor. norm: [K] bfloat16, by which rows of one group, which may then be columns
-    of a wider tensor, are RMS-normed first, eps above their mean square. Raises ValueError for other shapes."""
+    of a wider tensor, are RMS-normed first, eps above their mean square. first: how many outputs lie ahead of the
+    others, as [T, first] and [T, N - first] one behind the other. settled: whether x was there before the launch ahead
+    lets this one start. Raises ValueError for other shapes."""
     rows, columns = x.shape
     n, k = weight.shape
     launch = launch or tuning.projection(n, k, groups)
@@ -52,7 +56,7 @@ def project_fp8(
         rows,
         pairs if norm is None else norm.view(torch.int32),
         eps,
-        **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None),
+        **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None, first, settled),
         num_warps=launch.warps,
         launch_pdl=True,
     )
@@ -60,9 +64,17 @@ def project_fp8(
 
 
 def constants(
-    n: int, k: int, groups: int, launch: tuning.Projection, stride: int | None = None, norm: bool = False
+    n: int,
+    k: int,
+    groups: int,
+    launch: tuning.Projection,
+    stride: int | None = None,
+    norm: bool = False,
+    first: int | None = None,
+    settled: bool = False,
 ) -> dict[str, int]:
-    """The kernel's compile-time arguments. stride: numbers from a row of the input to the next, None for its width."""
+    """The kernel's compile-time arguments. stride: numbers from a row of the input to the next, None for its width;
+    first: as of `project_fp8`."""
     return {
         "N": n,
         "K": k,
@@ -78,6 +90,8 @@ def constants(
         "LATE": launch.late,
         "STRIDE": (groups * k if stride is None else stride) // 2,
         "NORM": norm,
+        "FIRST": n if first is None else first,
+        "SETTLED": settled,
     }
 
 
@@ -125,6 +139,33 @@ class NormedLinear(FusedLinear):
         k, device = self.weight.shape[1], self.weight.words.device
         x = torch.zeros(1, k + self.wider, dtype=torch.bfloat16, device=device)[:, :k]
         self.normed(x, torch.ones(k, dtype=torch.bfloat16, device=device), 1.0)
+
+
+class JoinedLinear:
+    """Two dense FP8 layers of the same input in one launch."""
+
+    def __init__(self, first: FusedLinear, second: FusedLinear) -> None:
+        """From here on both read a copy of both. Raises ValueError for layers of other inputs."""
+        (n, k), (others, columns) = first.weight.shape, second.weight.shape
+        if columns != k or first.groups != 1 or second.groups != 1:
+            raise ValueError(f"projections: found [{n}, {k}], [{others}, {columns}], expected two of one input")
+        words, scales = (torch.cat(parts) for parts in zip(first.weight, second.weight, strict=True))
+        self.weight, self.first = PreparedFp8(words, scales), n
+        first.weight = PreparedFp8(words[: n // tuning.TILE], scales[: n // 32])
+        second.weight = PreparedFp8(words[n // tuning.TILE :], scales[n // 32 :])
+        self.launch = tuning.joined(n, others, k)
+
+    def __call__(self, x: Tensor, settled: bool = False) -> tuple[Tensor, Tensor]:
+        """x: [1 to 8, K] bfloat16 -> both layers' outputs [T, N] bfloat16. The launch behind starts with x there."""
+        rows, first = x.shape[0], self.first
+        y = project_fp8(x, self.weight, launch=self.launch, first=first, settled=settled).view(-1)
+        return y[: rows * first].view(rows, first), y[rows * first :].view(rows, -1)
+
+    def warm(self) -> None:
+        """Compiles and loads the kernel. Not in a capture."""
+        for settled in (False, True):
+            x = torch.zeros(1, self.weight.shape[1], dtype=torch.bfloat16, device=self.weight.words.device)
+            self(x, settled)
 
 
 def fused_projections(attn: AttentionView) -> FusedProjections:

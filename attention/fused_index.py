@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused import FusedLinear
+from specialized_decode.attention.fused import FusedLinear, JoinedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
-from specialized_decode.attention.kernels.index_projection import index_projection_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
-from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
+from specialized_decode.attention.projection_tuning import Projection
+from specialized_decode.attention.projections import FusedProjections
 from specialized_decode.attention.views import AttentionView, CacheView, IndexerView, LayerCaches
 
 KEY_RECORD = 132
@@ -22,6 +23,8 @@ LATENT = 512
 ALIGNED = 16
 # Columns that the selection's numbers tell apart.
 MAX_WIDTH = 1 << 25
+# Tokens of requests whose scores are cut otherwise.
+WARM_LENGTHS = (64, 1 << 14)
 
 
 class IndexInputs(NamedTuple):
@@ -51,10 +54,29 @@ def projection_constants(first: int, heads: int, launch: tuning.IndexProjection)
         "HEADS": heads,
         "N": -(-(first + heads) // tuning.TILE) * tuning.TILE,
         "SPLITS": launch.splits,
-        "TILES": launch.tiles,
         "K_WARPS": launch.k_warps,
         "PER_WARP": launch.per_warp,
-        "EARLY": launch.early,
+    }
+
+
+def all_constants(
+    n: int, own: Projection, first: int, heads: int, launch: tuning.IndexProjection, behind: int
+) -> dict[str, int]:
+    """Compile-time arguments of `fused_wqa_wkv`, with n outputs and its launch, and that projection in one. behind:
+    words that are asked for."""
+    index = projection_constants(first, heads, launch)
+    return {
+        "N": n,
+        "K_WARPS": own.k_warps,
+        "PER_WARP": own.per_warp,
+        "STAGES": own.stages,
+        "AHEAD": own.ahead,
+        "FIRST": first,
+        "HEADS": heads,
+        "INDEX_N": index["N"],
+        "SPLITS": launch.splits,
+        "INDEX_PER_WARP": launch.per_warp,
+        "BEHIND": behind,
     }
 
 
@@ -62,8 +84,10 @@ class FusedIndexer:
     """The kernels of one layer that selects positions, for up to `tuning.MAX_ROWS` rows: of its compressor, where it
     has one, and its indexer. `bins` is shared by all layers, whose calls follow each other."""
 
-    def __init__(self, attn: AttentionView, bins: Tensor) -> None:
-        """bins: [tuning.MAX_ROWS, 4096] int32, zero. Raises ValueError for layers that the kernels do not serve."""
+    def __init__(self, attn: AttentionView, bins: Tensor, projections: FusedProjections | None = None) -> None:
+        """bins: [tuning.MAX_ROWS, 4096] int32, zero; projections: the layer's own, of which `fused_wqa_wkv` then runs
+        in one launch with what else the layer takes of its input, and `wq_b` with the indexer's, on a copy of both.
+        Raises ValueError for layers that the kernels do not serve."""
         indexer, compressor = attn.indexer, attn.compressor
         if indexer is None:
             raise ValueError(f"layer {attn.layer_id}: found no indexer")
@@ -74,32 +98,79 @@ class FusedIndexer:
         self.first_head = 0 if compressor is None else self.weight.shape[0]
         self.outputs = -(-(self.first_head + self.heads.shape[0]) // tuning.TILE) * tuning.TILE
         self.launch = tuning.index_projection(self.outputs, self.heads.shape[1])
+        self.joined: JoinedLinear | None = None
+        self.wqa_wkv: FusedLinear | None = None
+        self.beside: tuning.IndexProjection | None = None
+        if projections is not None:
+            wqa_wkv, wq_b = projections.fused_wqa_wkv, projections.wq_b
+            assert isinstance(wqa_wkv, FusedLinear) and isinstance(wq_b, FusedLinear)
+            self.joined = JoinedLinear(self.wq_b, wq_b)
+            self.beside = tuning.beside(self.outputs, self.heads.shape[1], wqa_wkv.launch)
+            self.wqa_wkv = wqa_wkv if self.beside is not None else None
         self.major = torch.cuda.get_device_capability(bins.device)[0] if bins.is_cuda else 9
 
     @property
     def nbytes(self) -> int:
-        """What the prepared copy takes."""
+        """What the indexer's prepared copy takes."""
         return self.wq_b.nbytes
 
     def project(self, x: Tensor) -> IndexInputs:
         """x: [T, hidden] bfloat16."""
-        rows, n, k = x.shape[0], self.outputs, self.heads.shape[1]
-        if not 0 < rows <= tuning.MAX_ROWS:
-            raise ValueError(f"indexer: found {rows} rows, expected 1 to {tuning.MAX_ROWS}")
-        check_rows("x", x, torch.bfloat16, (rows, k))
-        launch = self.launch
-        partial = torch.empty(launch.splits, rows, n, dtype=torch.float32, device=x.device)
-        index_projection_kernel[(launch.splits * n // tuning.TILE // launch.tiles,)](
+        launch, n = self.launch, self.outputs
+        partial = self._sums(x, launch)
+        index_projection_kernel[(launch.splits * n // tuning.TILE,)](
             x.view(torch.int32),
             self.weight.view(torch.int32),
             self.heads.view(torch.int32),
             partial,
-            rows,
+            x.shape[0],
             **projection_constants(self.first_head, self.heads.shape[0], launch),
             num_warps=launch.k_warps,
             launch_pdl=True,
         )
         return IndexInputs(partial, self.first_head)
+
+    def _sums(self, x: Tensor, launch: tuning.IndexProjection) -> Tensor:
+        """Room for what a launch leaves of x [T, hidden] bfloat16. Raises ValueError for another x."""
+        rows = x.shape[0]
+        if not 0 < rows <= tuning.MAX_ROWS:
+            raise ValueError(f"indexer: found {rows} rows, expected 1 to {tuning.MAX_ROWS}")
+        check_rows("x", x, torch.bfloat16, (rows, self.heads.shape[1]))
+        return torch.empty(launch.splits, rows, self.outputs, dtype=torch.float32, device=x.device)
+
+    def project_all(self, x: Tensor) -> tuple[Tensor, IndexInputs] | None:
+        """x: [T, hidden] bfloat16 -> `fused_wqa_wkv`'s outputs [T, rank + 512] bfloat16, and what `project` leaves, of
+        one launch; None where they have one each."""
+        wqa_wkv, launch = self.wqa_wkv, self.beside
+        if wqa_wkv is None or launch is None:
+            return None
+        partial, (rows, n) = self._sums(x, launch), (x.shape[0], wqa_wkv.weight.shape[0])
+        y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device)
+        # What `queries` reads.
+        behind = self.joined.weight.words if self.joined is not None else self.wq_b.weight.words
+        input_projections_kernel[((n + launch.splits * self.outputs) // tuning.TILE,)](
+            x.view(torch.int32),
+            wqa_wkv.weight.words,
+            wqa_wkv.weight.scales,
+            y,
+            self.weight.view(torch.int32),
+            self.heads.view(torch.int32),
+            partial,
+            behind,
+            rows,
+            **all_constants(
+                n, wqa_wkv.launch, self.first_head, self.heads.shape[0], launch, tuning.prefetched(rows, behind.numel())
+            ),
+            num_warps=launch.k_warps,
+            launch_pdl=True,
+        )
+        return y, IndexInputs(partial, self.first_head)
+
+    def queries(self, qr: Tensor, settled: bool = False) -> tuple[Tensor, Tensor | None]:
+        """qr: [T, rank] bfloat16; settled: whether it was there before the launch ahead lets this one start -> the
+        indexer's queries [T, heads * 128] bfloat16 as projected, and the layer's own, None where they have a launch of
+        their own."""
+        return (self.wq_b(qr), None) if self.joined is None else self.joined(qr, settled)
 
     def compress(self, attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> None:
         """The rows' latents into the compressed cache, the keys made of them into the index cache, and the open group's
@@ -117,38 +188,6 @@ class FusedIndexer:
             # So that records come out as the reference's, whatever the compiler could have fused.
             enable_fp_fusion=False,
         )
-
-    def compress_scores(
-        self,
-        attn: AttentionView,
-        q: Tensor,
-        inputs: IndexInputs,
-        positions: Tensor,
-        caches: LayerCaches,
-        full: bool = False,
-    ) -> Tensor:
-        """`compress` and `scores` in one launch, for a layer that has a compressor, of all positions."""
-        rows, meta = inputs.partial.shape[1], caches.index
-        indexer, heads, width = self._checked(attn, q, rows, meta)
-        assert meta is not None
-        cut, out = tuning.scores(rows, True), _score_rows(rows, width, q.device)
-        compress_scores_kernel[(1 + tuning.score_programs(rows, width, True), rows)](
-            *_compressing(attn, inputs, positions, caches),
-            q,
-            inputs.heads,
-            caches.window.slot_mapping,
-            meta.block_table,
-            meta.block_table.stride(0),
-            out,
-            out.stride(0),
-            width,
-            self.bins,
-            (heads * indexer.head_dim) ** -0.5,
-            PARTS=tuning.key_parts(cut.warps),
-            EARLY=cut.early,
-            **self._scoring(indexer, inputs, cut, full),
-        )
-        return out
 
     def _scoring(
         self, indexer: IndexerView, inputs: IndexInputs, cut: tuning.ScoresCut, full: bool
@@ -204,7 +243,7 @@ class FusedIndexer:
             found = f"{flags.dtype} {list(flags.shape)}, strides {list(flags.stride())}"
             raise ValueError(f"candidates: found {found}, expected bool [{rows}, {width}], rows in one piece")
         cache, stride, log2 = key_pages(indexer.k_cache)
-        cut, out = tuning.scores(rows), _score_rows(rows, width, q.device)
+        cut, out = tuning.scores(rows, width), _score_rows(rows, width, q.device)
         index_scores_kernel[(1 + tuning.score_programs(rows, width), rows)](
             q,
             inputs.partial,
@@ -285,21 +324,24 @@ class FusedIndexer:
         """Compiles and loads all that a step of this layer can launch, over caches of its own. Not in a capture."""
         device = self.bins.device
         layer: Any = _Warming(attn, device)
+        self.wq_b.warm()
+        if self.joined is not None:
+            self.joined.warm()
         for rows in (1, tuning.MAX_ROWS):
-            caches: Any = _warm_caches(rows, device)
             positions = torch.zeros(rows, dtype=torch.int64, device=device)
-            inputs = self.project(torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device))
-            if attn.compressor is not None:
-                self.compress(layer, inputs, positions, caches)
-            q = self.wq_b(torch.zeros(rows, self.wq_b.weight.shape[1], dtype=torch.bfloat16, device=device))
-            self.wq_b.warm()
-            width = score_columns(caches.index, layer.indexer.ratio)
-            flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
-            for given, full in ((None, False), (None, True), (flags, False)):
-                scores = self.scores(layer, q, inputs, positions, caches, given, full)
-                if attn.compressor is not None and given is None and tuning.INSIDE:
-                    scores = self.compress_scores(layer, q, inputs, positions, caches, full)
-            self.top(layer, scores, positions, caches)
+            x = torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device)
+            self.project_all(x)
+            inputs, q = self.project(x), x.new_zeros(rows, self.wq_b.weight.shape[0])
+            # Of how many columns scores have depends how they are cut.
+            for longest in WARM_LENGTHS:
+                caches: Any = _warm_caches(rows, longest, device)
+                if attn.compressor is not None:
+                    self.compress(layer, inputs, positions, caches)
+                width = score_columns(caches.index, layer.indexer.ratio)
+                flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
+                for given, full in ((None, False), (None, True), (flags, False)):
+                    scores = self.scores(layer, q, inputs, positions, caches, given, full)
+                    self.top(layer, scores, positions, caches)
 
 
 def _compressing(attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> tuple[Any, ...]:
@@ -358,11 +400,11 @@ def fused_bins(device: torch.device) -> Tensor:
     return torch.zeros(tuning.MAX_ROWS, int(BINS), dtype=torch.int32, device=device)
 
 
-def _warm_caches(rows: int, device: torch.device) -> SimpleNamespace:
-    """Padding rows of a batch over caches of one page."""
+def _warm_caches(rows: int, longest: int, device: torch.device) -> SimpleNamespace:
+    """Padding rows of a batch of up to `longest` tokens over caches of one page."""
     meta = SimpleNamespace(
         states=32,
-        max_seq_len=64,
+        max_seq_len=longest,
         slot_mapping=torch.full((rows,), -1, dtype=torch.int64, device=device),
         token_to_req=torch.arange(rows, dtype=torch.int32, device=device),
         query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),

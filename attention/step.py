@@ -157,23 +157,23 @@ class AttentionStep:
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """As `_fused`, of a layer that selects positions by kernels.
+        """As `_fused`, of a layer that selects positions by kernels: all on one stream.
 
-        The longest path is the selection's: projection, norms, the indexer's queries, scores, selection, sparse MLA. So
-        it has the main stream, where each launch starts beside the one ahead of it. The compressor is joined ahead of
-        the scores; `wq_b`, which begins behind the indexer's, since both want all of the memory's bandwidth, ahead of
-        the selection. Sparse MLA, right behind that, reads all else ahead of its wait.
+        A launch that waits for two streams starts behind both, when nothing of it has been read yet: that cost more
+        than any work beside. So what does not depend on each other is in one launch, or starts before the one ahead is
+        done: projections of the input are one launch, queries another, which reads the norms' output without a wait
+        while the compressor, ahead of it, still runs. Sparse MLA, right behind the selection, reads all else ahead of
+        its wait.
         """
         attn = self.attn
         window = self.tables.window(attn, caches.window, positions)
-        with self._beside(self.aux.compressor, step):
-            inputs = kernels.project(x)
-            if self._compresses_apart:
-                kernels.compress(attn, inputs, positions, caches)
+        projected, inputs = kernels.project_all(x) or (self.fused_wqa_wkv(x, step), kernels.project(x))
         # Rounded for both: scores lie close, and other roundings select other positions.
-        qr = fused.norm_insert(attn, self.fused_wqa_wkv(x, step), positions, caches.window)
-        index_q = kernels.wq_b(qr)
-        with self._beside(self.aux.indexer, step):
+        qr = fused.norm_insert(attn, projected, positions, caches.window)
+        if attn.compressor is not None:
+            kernels.compress(attn, inputs, positions, caches)
+        index_q, q = kernels.queries(qr, settled=attn.compressor is not None)
+        if q is None:
             q = wq_b(qr)
         selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
         return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW)
@@ -236,11 +236,6 @@ class AttentionStep:
             self.tables.publish(attn.layer_id)
             self.tables.selected(attn, caches.compressed, caches.window)
 
-    @property
-    def _compresses_apart(self) -> bool:
-        """Whether the compressor has a launch of its own ahead of the scores', which its kernels then join."""
-        return self.attn.compressor is not None and (self.consumer is not None or not index_tuning.INSIDE)
-
     def _fused_index(
         self,
         kernels: "FusedIndexer",
@@ -259,14 +254,9 @@ class AttentionStep:
         if consumer is not None and blocks is not None:
             width = max(caches.index.max_seq_len // indexer.ratio, 1)
             flags = consumer.join(blocks[: step.rows], width)
-        self.aux.compressor.join()
-        if attn.compressor is None or self._compresses_apart:
-            scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
-        else:
-            scores = kernels.compress_scores(attn, q, inputs, positions, caches, full)
+        scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
         if source is not None and blocks is not None:
-            source.choose(scores, (positions + 1) // indexer.ratio, blocks[: step.rows], step)
-        self.aux.indexer.join()
+            source.choose(scores, positions, indexer.ratio, blocks[: step.rows], step)
         slots = kernels.top(attn, scores, positions, caches)
         self.tables.publish(attn.layer_id)
         self.tables.keep(attn, caches.compressed, slots)

@@ -169,6 +169,7 @@ class Layers:
         chooses = self.number == config.candidate_source_layer_id
         all_reduce = BoundaryAllReduce(config.hidden_size, MAX_ROWS, SingleRank(), DEVICE)
         publisher = PublishingMxfp8Linear.build(all_reduce, DEVICE)
+        kernels = [fused_projections(layer) if projections else None for layer in self.layers]
         steps = [
             AttentionStep(
                 layer,
@@ -180,10 +181,10 @@ class Layers:
                 consumer=overlap if consumes else None,
                 aux=aux,
                 fused=fused,
-                projections=fused_projections(layer) if projections else None,
-                index=FusedIndexer(layer, bins) if mla and projections and layer.indexer is not None else None,
+                projections=own,
+                index=FusedIndexer(layer, bins, own) if mla and own and layer.indexer is not None else None,
             )
-            for layer in self.layers
+            for layer, own in zip(self.layers, kernels, strict=True)
         ]
         gates = Gates(self.rows)
 

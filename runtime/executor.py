@@ -409,6 +409,7 @@ class SpecializedDecode:
         steps = []
         for layer in layers:
             indexer = layer.attn.indexer
+            own = fused_projections(layer.attn) if fused_projections is not None else None
             step = AttentionStep(
                 layer.attn,
                 self.tables,
@@ -421,8 +422,8 @@ class SpecializedDecode:
                 aux=self.aux_streams,
                 before_last=self._join_boundaries,
                 fused=self.sparse_mla,
-                projections=fused_projections(layer.attn) if fused_projections is not None else None,
-                index=fused_indexer(layer.attn) if fused_indexer is not None and indexer is not None else None,
+                projections=own,
+                index=fused_indexer(layer.attn, own) if fused_indexer is not None and indexer is not None else None,
                 host=host.get(layer.layer_id),
             )
             steps.append(step)
@@ -434,9 +435,11 @@ class SpecializedDecode:
             logger.info("Index kernels: prepared weights take %.1f MB", taken / 1e6)
         return steps
 
-    def _index_kernels(self, layers: Sequence[DecoderLayerView]) -> "Callable[[AttentionView], FusedIndexer] | None":
-        """What prepares a selecting layer for the kernels of compressor and indexer, which run beside those of sparse
-        MLA; or None where the reference ops run."""
+    def _index_kernels(
+        self, layers: Sequence[DecoderLayerView]
+    ) -> "Callable[[AttentionView, FusedProjections | None], FusedIndexer] | None":
+        """What prepares a selecting layer, and its projections, for the kernels of compressor and indexer, which run
+        beside those of sparse MLA; or None where the reference ops run."""
         reason = None if self.sparse_mla is not None else "sparse MLA has no kernels"
         selecting = [layer.attn for layer in layers if layer.attn.indexer is not None]
         reason = reason or (None if selecting else "no layer selects here")
@@ -448,7 +451,7 @@ class SpecializedDecode:
         from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 
         bins = fused_bins(self.device)
-        return lambda attn: FusedIndexer(attn, bins)
+        return lambda attn, projections: FusedIndexer(attn, bins, projections)
 
     def _projection_kernels(
         self, layers: Sequence[DecoderLayerView]

@@ -9,7 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from specialized_decode.attention.kernels.projection import _barrier, _launch_next, _wait, store_sums
+from specialized_decode.attention.kernels.projection import (
+    _barrier,
+    _launch_next,
+    _wait,
+    prefetch,
+    project,
+    shared_words,
+    store_sums,
+)
 from specialized_decode.boundary.kernels.fragments import four_words, mma_bfloat16
 
 
@@ -40,68 +48,105 @@ def index_projection_kernel(
     HEADS: gl.constexpr,
     N: gl.constexpr,
     SPLITS: gl.constexpr,
-    TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
     PER_WARP: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
-    """Grid (SPLITS N / 16 / TILES). x: [rows, K] bfloat16 as int32 pairs, rows up to 8; weight: [FIRST, K] likewise,
-    FIRST a multiple of 16, or anything where it is 0; heads: [HEADS, K] likewise, whose outputs follow; partial:
-    [SPLITS, rows, N] float32, N the next multiple of 16, with zeros behind them. SPLITS K_WARPS PER_WARP blocks of 32
-    are K. EARLY: the next launch may start before this one has its input, else when all of it has been asked for."""
+    """Grid (SPLITS N / 16). x: [rows, K] bfloat16 as int32 pairs, rows up to 8; weight: [FIRST, K] likewise, FIRST a
+    multiple of 16, or anything where it is 0; heads: [HEADS, K] likewise, whose outputs follow; partial: [SPLITS, rows,
+    N] float32, N the next multiple of 16, with zeros behind them. SPLITS K_WARPS PER_WARP blocks of 32 are K. The next
+    launch starts when all of x has been asked for."""
+    slab = shared_words(PER_WARP * 2, K_WARPS)
+    index_project(
+        gl.program_id(0), slab, x, weight, heads, partial, rows, x, FIRST, HEADS, N, SPLITS, K_WARPS, PER_WARP, 0, 1
+    )
+
+
+@gluon.jit
+def index_project(
+    program, slab, x, weight, heads, partial, rows, behind, FIRST: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr,
+    SPLITS: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr, BEHIND: gl.constexpr, ALL: gl.constexpr,
+):  # fmt: skip
+    """What program number `program` does, the wait included. slab: of `shared_words`, 2 PER_WARP or more. BEHIND: words
+    at `behind` of which the launch's programs, ALL in number, ask for a share each; the last are these."""
     K: gl.constexpr = SPLITS * K_WARPS * PER_WARP * 32
     # Programs of a split.
-    PROGRAMS: gl.constexpr = N // 16 // TILES
+    PROGRAMS: gl.constexpr = N // 16
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [K_WARPS, 1], [1, 0])
     vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [K_WARPS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    if EARLY:
-        _launch_next()
-    # Two allocations a block: copies into parts of one would be kept apart by barriers.
-    slab = ()
-    for _ in gl.static_range(TILES * PER_WARP * 2):
-        slab = slab + (gl.allocate_shared_memory(gl.int32, [K_WARPS, 32, 4], shared),)  # type: ignore[assignment]  # noqa: RUF005
     warp = gl.arange(0, K_WARPS, gl.SliceLayout(1, gl.SliceLayout(2, vectors)))[:, None, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, vectors)))[None, :, None]
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, vectors)))[None, None, :]
-    split = gl.program_id(0) // PROGRAMS
-    first = gl.program_id(0) % PROGRAMS * TILES
+    split, tile = program // PROGRAMS, program % PROGRAMS
     column = (split * K_WARPS + warp) * (PER_WARP * 16) + lane % 4 * 4 + word
     output = lane // 4
-    for j in gl.static_range(TILES):
-        tile = first + j
-        own = _weights_of(weight, heads, tile, FIRST, K) + output * (K // 2) + column
-        for i in gl.static_range(PER_WARP):
-            for half in gl.static_range(2):
-                place = slab[(j * PER_WARP + i) * 2 + half]  # type: ignore[var-annotated]
-                at = own + half * 8 * (K // 2) + i * 16
-                if FIRST + HEADS == N:
-                    async_copy.async_copy_global_to_shared(place, at)
-                else:
-                    inside = tile * 16 + half * 8 + output < FIRST + HEADS
-                    async_copy.async_copy_global_to_shared(place, at, inside)
+    own = _weights_of(weight, heads, tile, FIRST, K) + output * (K // 2) + column
+    for i in gl.static_range(PER_WARP):
+        for half in gl.static_range(2):
+            at = own + half * 8 * (K // 2) + i * 16
+            if FIRST + HEADS == N:
+                async_copy.async_copy_global_to_shared(slab[i * 2 + half], at)
+            else:
+                inside = tile * 16 + half * 8 + output < FIRST + HEADS
+                async_copy.async_copy_global_to_shared(slab[i * 2 + half], at, inside)
     async_copy.commit_group()
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
     own_x = x + gl.minimum(output, rows - 1) * (K // 2) + column
     none = gl.zeros((K_WARPS, 32), gl.float32, lanes)
-    sums = ()
-    for _ in gl.static_range(TILES):
-        sums = sums + ((none, none, none, none),)  # type: ignore[assignment]  # noqa: RUF005
+    sums = (none, none, none, none)
     _wait()
     inputs = ()
     for i in gl.static_range(PER_WARP):
         inputs = inputs + (gl.load(own_x + i * 16),)  # type: ignore[assignment]  # noqa: RUF005
     # Else the compiler asks for x only when the weights are there.
     _barrier()
-    if not EARLY:
-        _launch_next()
+    _launch_next()
+    if BEHIND > 0:
+        prefetch(behind, BEHIND, program + (ALL - SPLITS * PROGRAMS), ALL, K_WARPS)
     async_copy.wait_group(0)
     for i in gl.static_range(PER_WARP):
-        own_words = four_words(inputs[i], K_WARPS, lanes)
-        for j in gl.static_range(TILES):
-            upper = slab[(j * PER_WARP + i) * 2].load(vectors)  # type: ignore[var-annotated]
-            lower = slab[(j * PER_WARP + i) * 2 + 1].load(vectors)
-            upper, lower = four_words(upper, K_WARPS, lanes), four_words(lower, K_WARPS, lanes)
-            # The tile that is due comes first.
-            sums = sums[1:] + (_block(upper, lower, own_words, sums[0]),)  # noqa: RUF005
-    store_sums(partial + split * rows * N, sums, first, rows, 0.0, N, K, 1, TILES, K_WARPS, False)
+        upper = four_words(slab[i * 2].load(vectors), K_WARPS, lanes)
+        lower = four_words(slab[i * 2 + 1].load(vectors), K_WARPS, lanes)
+        sums = _block(upper, lower, four_words(inputs[i], K_WARPS, lanes), sums)
+    store_sums(partial + split * rows * N, (sums,), tile, rows, 0.0, N, K, 1, 1, K_WARPS, False, N)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def input_projections_kernel(
+    x,
+    weights,
+    scales,
+    y,
+    weight,
+    heads,
+    partial,
+    behind,
+    rows,
+    N: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    PER_WARP: gl.constexpr,
+    STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    FIRST: gl.constexpr,
+    HEADS: gl.constexpr,
+    INDEX_N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    INDEX_PER_WARP: gl.constexpr,
+    BEHIND: gl.constexpr,
+):
+    """Grid (N / 16 + SPLITS INDEX_N / 16): the programs of `projection_kernel`, of a tile each, then those of
+    `index_projection_kernel`. Arguments are theirs, INDEX_N and INDEX_PER_WARP the latter's; the next launch starts
+    when all of x has been asked for. behind: BEHIND int32 that a later launch reads, asked for into the L2 cache."""
+    K: gl.constexpr = K_WARPS * PER_WARP * 32
+    BUFFERS: gl.constexpr = max(PER_WARP, 2 * INDEX_PER_WARP)
+    ALL: gl.constexpr = N // 16 + SPLITS * INDEX_N // 16
+    slab = shared_words(BUFFERS, K_WARPS)
+    if gl.program_id(0) < N // 16:
+        project(
+            gl.program_id(0), slab, x, weights, scales, y, rows, x, 0.0, behind, N, K, 1, 1, 1, K_WARPS, PER_WARP, 1,
+            STAGES, AHEAD, False, True, K // 2, False, N, False, BEHIND, ALL,
+        )  # fmt: skip
+    else:
+        index_project(
+            gl.program_id(0) - N // 16, slab, x, weight, heads, partial, rows, behind, FIRST, HEADS, INDEX_N, SPLITS,
+            K_WARPS, INDEX_PER_WARP, BEHIND, ALL,
+        )  # fmt: skip

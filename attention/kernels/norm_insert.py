@@ -33,6 +33,8 @@ def norm_insert_kernel(
     """Grid (2, rows). projected: [rows, Q + 512] bfloat16, queries' low rank and latents; q_out: [rows, Q] bfloat16;
     slot_mapping: [rows] int64, -1 for no insert; cos_sin: [positions, 64] float32; cache: uint8 pages of 2**log2 KV
     records (see `attention.reference`), `stride` bytes from page to page."""
+    # What follows reads weights alone ahead of its own wait, and wants them all.
+    tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     x = projected + row * (Q + WIDTH)
     if tl.program_id(0) == 0:
@@ -43,7 +45,6 @@ def norm_insert_kernel(
         cos, sin = tl.load(turn + tl.arange(0, HALF)), tl.load(turn + HALF + tl.arange(0, HALF))
         weight = latent_weight(kv_norm)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
         latent = normed_latent(x + Q, weight, eps)
         if slot >= 0:
             insert_record(latent, cos, sin, cache + (slot >> log2) * stride, slot & ((1 << log2) - 1), log2)
@@ -56,7 +57,6 @@ def _query(x, norm, out, eps, Q: tl.constexpr, Q_PADDED: tl.constexpr):
     inside = column < Q
     weight = tl.load(norm + column, inside, other=0.0).to(tl.float32)
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
     query = tl.load(x + column, inside, other=0.0).to(tl.float32)
     tl.store(out + column, _normed(query, weight, tl.sum(query * query), eps, Q), inside)
 

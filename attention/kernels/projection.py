@@ -43,6 +43,26 @@ def _barrier():
 
 
 @gluon.jit
+def prefetch(words, WORDS: gl.constexpr, program, PROGRAMS: gl.constexpr, WARPS: gl.constexpr):
+    """Asks for WORDS int32 that a launch behind reads, into the L2 cache; a warp of a program for a share."""
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    # A multiple of 128 bytes.
+    SHARE: gl.constexpr = (WORDS + PROGRAMS * WARPS * 32 - 1) // (PROGRAMS * WARPS * 32) * 32
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, lanes))[:, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, lanes))[None, :]
+    start = gl.minimum((program * WARPS + warp) * SHARE, WORDS - SHARE)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        setp.eq.u32 first, $2, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r", [words + start, lane, 4 * SHARE], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _widen(word):
     """A word of `prepared.pack` as two pairs of bfloat16. A number's bits in place are it times 2^-120, subnormals
     too."""
@@ -120,31 +140,60 @@ def projection_kernel(
     LATE: gl.constexpr,
     STRIDE: gl.constexpr,
     NORM: gl.constexpr,
+    FIRST: gl.constexpr,
+    SETTLED: gl.constexpr,
 ):
     """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
-    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, N] bfloat16. Outputs of group g
-    read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and
-    AHEAD blocks of x are asked for at once. EARLY: the next launch may start before this one has its input. LATE:
-    only when all of x has been asked for, else behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as
-    int32 pairs, eps above the mean square; with one group alone."""
+    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, FIRST] bfloat16, and
+    right behind it [rows, N - FIRST] for the other outputs. Outputs of group g read x's columns from g K on. PER_WARP
+    CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and AHEAD blocks of x are asked for at once.
+    EARLY: the next launch may start before this one has its input. LATE: only when all of x has been asked for, else
+    behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with
+    one group alone. SETTLED: x was there before the launch ahead let this one start, whose end this one's first program
+    waits for in the end."""
+    if EARLY:
+        _launch_next()
+    slab = shared_words(TILES * PER_WARP, TILE_WARPS * K_WARPS)
+    project(
+        gl.program_id(0), slab, x, weights, scales, y, rows, norm, eps, x, N, K, GROUPS, TILE_WARPS, TILES, K_WARPS,
+        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED, 0, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def shared_words(COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Room for COUNT times four words a lane. One allocation each: copies into parts of one would be kept apart by
+    barriers."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    slab = ()
+    for _ in gl.static_range(COUNT):
+        slab = slab + (gl.allocate_shared_memory(gl.int32, [WARPS, 32, 4], shared),)  # type: ignore[assignment]  # noqa: RUF005
+    return slab
+
+
+@gluon.jit
+def project(
+    program, slab, x, weights, scales, y, rows, norm, eps, behind, N: gl.constexpr, K: gl.constexpr,
+    GROUPS: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
+    CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
+    STRIDE: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr, SETTLED: gl.constexpr, BEHIND: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """What program number `program` does, waits included; EARLY has been seen to. slab: of `shared_words`, TILES
+    PER_WARP or more. BEHIND: words at `behind` of which the launch's PROGRAMS ask for a share each; see `prefetch`."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
+    # Without a wait past the first-level cache, which may hold what was there before.
+    CACHE: gl.constexpr = ".cg" if SETTLED else ""
     # Tiles that share scales.
     PAIR: gl.constexpr = 2 if TILES % 2 == 0 else 1
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     vectors: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    if EARLY:
-        _launch_next()
-    # One allocation a block: copies into parts of one would be kept apart by barriers.
-    slab = ()
-    for _ in gl.static_range(TILES * PER_WARP):
-        slab = slab + (gl.allocate_shared_memory(gl.int32, [WARPS, 32, 4], shared),)  # type: ignore[assignment]  # noqa: RUF005
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, vectors)))[:, None, None]
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, vectors)))[None, :, None]
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, vectors)))[None, None, :]
     flat_warp = gl.arange(0, WARPS, gl.SliceLayout(1, lanes))[:, None]
-    first = gl.program_id(0) * (TILE_WARPS * TILES)
+    first = program * (TILE_WARPS * TILES)
     tile, flat_tile = first + warp % TILE_WARPS * TILES, first + flat_warp % TILE_WARPS * TILES
     start, flat_start = warp // TILE_WARPS * (PER_WARP * CHUNKS), flat_warp // TILE_WARPS * (PER_WARP * CHUNKS)
     own_weights = weights + ((tile * BLOCKS + start) * 32 + lane) * 4 + word
@@ -174,25 +223,29 @@ def projection_kernel(
             for i in gl.static_range(PER_WARP):
                 norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
-            _wait()
+            if not SETTLED:
+                _wait()
             if not EARLY and not LATE:
                 _launch_next()
         inputs = ()
         for i in gl.static_range(AHEAD):
-            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
+            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
         # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
         _barrier()
         if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
             _launch_next()
+        if BEHIND > 0 and chunk == 0:
+            prefetch(behind, BEHIND, program, PROGRAMS, WARPS)
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
-                weight = slab[number].load(vectors)  # type: ignore[var-annotated]
+                weight = slab[number].load(vectors)
                 if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
-                    inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16),)  # noqa: RUF005
+                    at = own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16
+                    inputs = inputs + (gl.load(at, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
                     if LATE and chunk == CHUNKS - 1 and number // TILES + AHEAD == PER_WARP - 1:
                         _launch_next()
-                factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]
+                factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]  # type: ignore[var-annotated]
                 if number % TILES == 0:
                     own = four_words(inputs[number // TILES], WARPS, lanes)
                     if NORM:
@@ -205,10 +258,14 @@ def projection_kernel(
                             _product(own[3], by[3]),
                         )
                 # The tile that is due comes first.
-                sums = sums[1:] + (_block(weight, own, factor, sums[0], WARPS, lanes),)  # noqa: RUF005
+                due = _block(weight, own, factor, sums[0], WARPS, lanes)  # type: ignore[misc]
+                sums = sums[1:] + (due,)  # type: ignore[assignment]  # noqa: RUF005
     if NORM:
         sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
-    store_sums(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM)
+    store_sums(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM, FIRST)
+    if SETTLED and program == 0:
+        # The others leave room for what is behind.
+        _wait()
 
 
 @gluon.jit
@@ -226,10 +283,11 @@ def _quad(c, WARPS: gl.constexpr):
 @gluon.jit
 def store_sums(
     y, sums, first, rows, eps, N: gl.constexpr, K: gl.constexpr,
-    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr,
+    TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
-    2 (lane mod 4) and the next. NORM: behind the tiles' are the rows' squares."""
+    2 (lane mod 4) and the next. NORM: behind the tiles' are the rows' squares. Outputs from FIRST on, where some
+    program's begin, lie behind the rows of those below."""
     SUMS: gl.constexpr = TILES + NORM
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     WIDTH: gl.constexpr = TILE_WARPS * 128
@@ -245,6 +303,10 @@ def store_sums(
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
     row = place // 4 % 4 * 2 + place % 2
     output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
+    own = y + row * N + output
+    if FIRST < N:
+        behind = first * 16 >= FIRST
+        own = y + row * gl.where(behind, N - FIRST, FIRST) + output + gl.where(behind, (rows - 1) * FIRST, 0)
     if NORM:
         square = gl.sum(partial.index(TILES).load(across), 0)
         scale = gl.rsqrt(square / K + eps)
@@ -252,4 +314,4 @@ def store_sums(
         total = gl.sum(partial.index(j).load(across), 0)
         if NORM:
             total = total * scale
-        gl.store(y + row * N + output + j * 16, total.to(y.dtype.element_ty), row < rows)
+        gl.store(own + j * 16, total.to(y.dtype.element_ty), row < rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent.parent))
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).absolute().parent.parent.parent))
 import torch
 from torch import Tensor
 
-from specialized_decode.attention.fused import NormedLinear, project_fp8
+from specialized_decode.attention.fused import FusedLinear, NormedLinear, project_fp8
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import WAYS, FusedSparseMla, FusedTables
 from specialized_decode.attention.mla import Settled
@@ -29,7 +30,7 @@ from tests.helpers.step_linear import fp8_linear
 PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
 HEADS = (16, 8)
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 312
+LAUNCHES = 333
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
@@ -92,21 +93,27 @@ def sparse_mla(device: torch.device) -> list[Tensor]:
 
 
 def indexers(device: torch.device) -> list[Tensor]:
-    """A layer with a compressor of either ratio, inside the scores' launch and apart, and one without, whose scores
-    candidates restrict."""
+    """A layer with a compressor of either ratio, and one without, whose scores candidates restrict; projections of the
+    input and of queries in one launch each, and apart."""
     found = []
     for name, shape in INDEXED.items():
         for contexts, count in BATCHES:
             case = IndexCase(replace(shape, count=count), contexts, len(contexts), device)
-            fused = FusedIndexer(case.attn, fused_bins(device))
-            inputs, q, flags = fused.project(case.x), fused.wq_b(case.qr), None
+            own: Any = SimpleNamespace(
+                fused_wqa_wkv=FusedLinear(fp8_linear(1, 64, 5120, 5120**-0.5, device)),
+                wq_b=FusedLinear(fp8_linear(2, 64, 1280, 1280**-0.5, device)),
+            )
+            fused, flags = FusedIndexer(case.attn, fused_bins(device), own), None
+            together, inputs, q = fused.project_all(case.x), fused.project(case.x), fused.wq_b(case.qr)
+            assert together is not None
+            # Behind launches that are done.
+            queries = *fused.queries(case.qr), *fused.queries(case.qr, settled=True)
+            found += [together[0], together[1].partial, *(one for one in queries if one is not None)]
             if name == "consumer":
                 flags = torch.rand(case.rows, case.columns, device=device) < 0.5
             # The candidate source, of ratio 1, reads all columns.
             for full in (False, True) if name == "ratio 1" else (False,):
                 if shape.compressor:
-                    scores = fused.compress_scores(case.attn, q, inputs, case.positions, case.caches, full)
-                    found.append(fused.top(case.attn, scores, case.positions, case.caches))
                     fused.compress(case.attn, inputs, case.positions, case.caches)
                 scores = fused.scores(case.attn, q, inputs, case.positions, case.caches, flags, full)
                 found.append(fused.top(case.attn, scores, case.positions, case.caches))

@@ -145,14 +145,16 @@ def test_a_fork_that_no_consumer_joins_ends_no_capture() -> None:
 def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
     """Beside what follows where the step may fork; the blocks and the flags are the reference's, for all consumers."""
     generator = torch.Generator().manual_seed(rows)
-    closed = torch.randint(1, WIDTH + 1, (rows,), generator=generator)
+    # Of two tokens each; of one more the next position's group is not closed.
+    positions = torch.randint(1, 2 * WIDTH, (rows,), generator=generator)
+    closed = (positions + 1) // 2
     scores = torch.randn(rows, WIDTH, generator=generator)
     scores = scores.masked_fill(torch.arange(WIDTH) >= closed.unsqueeze(1), float("-inf"))
     _, overlap = _overlap()
     if warm:
         overlap.warm(rows)
     blocks = torch.full((rows, COUNT), 77, dtype=torch.int32)
-    overlap.choose(scores, closed, blocks, Gates(rows))
+    overlap.choose(scores, positions, 2, blocks, Gates(rows))
     assert overlap.stream.pending == warm
     flags = overlap.join(blocks, WIDTH)
     assert torch.equal(blocks, reference.candidate_blocks(scores, closed, SIZE, COUNT))
@@ -164,10 +166,10 @@ def test_what_another_stream_reads_is_kept() -> None:
     """Until the step is over, or the memory would serve what the caller's stream makes meanwhile."""
     _, overlap = _overlap()
     overlap.warm(2)
-    scores, closed = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH])
-    given = [weakref.ref(tensor) for tensor in (scores, closed)]
-    overlap.choose(scores, closed, torch.empty(2, COUNT, dtype=torch.int32), Gates(2))
-    del scores, closed
+    scores, positions = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH - 1])
+    given = [weakref.ref(tensor) for tensor in (scores, positions)]
+    overlap.choose(scores, positions, 1, torch.empty(2, COUNT, dtype=torch.int32), Gates(2))
+    del scores, positions
     assert all(held() is not None for held in given)
     overlap.stream.join()
     assert all(held() is not None for held in given)

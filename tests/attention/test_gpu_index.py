@@ -1,12 +1,17 @@
 """The index kernels on a GPU: values against the reference, in float64 where that says more; graph replays."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
+from specialized_decode.attention.fused import FusedLinear, JoinedLinear
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from tests.helpers.index_case import (
     IndexCase,
@@ -17,11 +22,11 @@ from tests.helpers.index_case import (
     assert_scored,
     assert_selected,
     bins_of,
-    check_one_launch,
     closed_groups,
     tied_scores,
 )
 from tests.helpers.poisoned import poisoned
+from tests.helpers.step_linear import fp8_linear
 from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
@@ -49,22 +54,14 @@ def check(case: IndexCase, flags: Tensor | None = None) -> None:
         full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags, full=True)
         assert same_bits(full, masked), "scores behind a row's own are not -inf"
         fused.bins.zero_()
-        if case.shape.compressor and flags is None:
-            check_one_launch(case, fused, inputs, summed)
 
 
 @pytest.mark.parametrize("at", range(len(tuning.CUTS)))
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every one that tuning may choose."""
-    inside = tuning.INSIDE_CUTS[at % len(tuning.INSIDE_CUTS)]
-    for name, cut in {
-        "FEW": tuning.CUTS[at],
-        "MANY": tuning.CUTS[at],
-        "INSIDE_FEW": inside,
-        "INSIDE_MANY": inside,
-    }.items():
-        monkeypatch.setattr(tuning, name, cut)
+    for name in ("FEW", "SHORT_ROWS", "MANY"):
+        monkeypatch.setattr(tuning, name, tuning.CUTS[at])
     monkeypatch.setattr(tuning, "TOP_WARPS", tuning.TOPS[at % len(tuning.TOPS)])
     monkeypatch.setattr(tuning, "SPREAD", tuning.SPREADS[at % len(tuning.SPREADS)])
     check(IndexCase(RATIOS[ratio], RAGGED[:1], 11, DEVICE))
@@ -75,17 +72,31 @@ def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "shape", [*RATIOS.values(), Shape(compressor=False), Shape(heads=20), Shape(heads=64, hidden=4096)], ids=str
 )
-@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
-def test_projections(cut: tuning.ProjectionCut, shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cut that tuning may choose; the same bits again, whatever was in memory."""
-    monkeypatch.setattr(tuning, "PROJECTION", cut)
+def test_projections(shape: Shape, rows: int) -> None:
+    """Of the input and of queries, in a launch each and in one; the same bits again, whatever was in memory."""
     case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows, DEVICE)
-    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
-    with poisoned():
-        partial = fused.project(case.x).partial
-        again = fused.project(case.x).partial
-    assert_projected(case, partial)
-    assert torch.equal(partial[:, case.live], again[:, case.live])
+    alone = FusedIndexer(case.attn, fused_bins(DEVICE))
+    wqa_wkv = FusedLinear(fp8_linear(1, 1792, shape.hidden, shape.hidden**-0.5, DEVICE))
+    wq_b = FusedLinear(fp8_linear(2, 8192, shape.q_rank, shape.q_rank**-0.5, DEVICE))
+    own: Any = SimpleNamespace(fused_wqa_wkv=wqa_wkv, wq_b=wq_b)
+    expected = wqa_wkv(case.x), alone.wq_b(case.qr), wq_b(case.qr)
+    together = FusedIndexer(case.attn, fused_bins(DEVICE), own)
+    first: list[Tensor] | None = None
+    for _ in range(3):
+        with poisoned():
+            sums = [alone.project(case.x).partial]
+            found = together.project_all(case.x)
+            assert found is not None
+            torch.cuda.synchronize()
+            queries = together.queries(case.qr, settled=True), together.queries(case.qr)
+        sums.append(found[1].partial)
+        for partial in sums:
+            assert_projected(case, partial)
+        ours = [(found[0], expected[0]), *(pair for both in queries for pair in zip(both, expected[1:], strict=True))]
+        assert all(mine is not None and same_bits(mine[case.live], theirs[case.live]) for mine, theirs in ours)
+        live = [partial[:, case.live] for partial in sums]
+        assert first is None or all(map(same_bits, first, live))
+        first = live
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -145,8 +156,8 @@ def test_ties() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6)])
-@pytest.mark.parametrize("inside", [False, True])
-def test_replays(inside: bool, requests: int, count: int, ratio: int) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_replays(settled: bool, requests: int, count: int, ratio: int) -> None:
     """A chain of all launches of three layers in one graph, replayed over other batches: as one launch after the other,
     and the same bits every time. Scores read ahead of their wait, but for the keys that the step's rows make."""
     contexts, layers, shape = RAGGED[:requests], range(3), replace(RATIOS[ratio], count=count)
@@ -154,25 +165,33 @@ def test_replays(inside: bool, requests: int, count: int, ratio: int) -> None:
     others = [IndexCase(shape, contexts, 10 + seed, DEVICE) for seed in layers]
     bins = fused_bins(DEVICE)
     fused = [FusedIndexer(case.attn, bins) for case in cases]
-    qr = [case.qr for case in cases]
+    qr, first = [case.qr for case in cases], [FusedLinear(case.attn.indexer.wq_b, early=False) for case in cases]
+    both = [
+        JoinedLinear(kernels.wq_b, FusedLinear(case.attn.indexer.wq_b))
+        for kernels, case in zip(fused, cases, strict=True)
+    ]
 
     def step(pause: bool) -> list[list[Tensor]]:
         found = []
-        for kernels, case, low in zip(fused, cases, qr, strict=True):
-            made: list[Tensor] = []
-            inputs, scores = kernels.project(case.x), kernels.compress_scores if inside else kernels.scores
-            launches = [
-                lambda: made.append(kernels.wq_b(low)),  # noqa: B023
-                lambda: made.append(scores(case.attn, made[0], inputs, case.positions, case.caches)),  # noqa: B023
-                lambda: made.append(kernels.top(case.attn, made[1], case.positions, case.caches)),  # noqa: B023
-            ]
-            if not inside:
-                launches.insert(0, lambda: kernels.compress(case.attn, inputs, case.positions, case.caches))  # noqa: B023
-            for launch in launches:
-                if pause:
-                    torch.cuda.synchronize()
-                launch()
-            found.append([made[2], case.selection])
+
+        def launched(launch: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            if pause:
+                torch.cuda.synchronize()
+            return launch(*given, **named)
+
+        for kernels, case, low, ahead, joined in zip(fused, cases, qr, first, both, strict=True):
+            given = case.positions, case.caches
+            if settled:
+                # As a step has them: what lies two launches back is read without a wait.
+                launched(ahead, low)
+                inputs = launched(kernels.project, case.x)
+                launched(kernels.compress, case.attn, inputs, *given)
+                q, _ = launched(joined, low, settled)
+            else:
+                inputs, q = launched(kernels.project, case.x), launched(kernels.wq_b, low)
+                launched(kernels.compress, case.attn, inputs, *given)
+            scores = launched(kernels.scores, case.attn, q, inputs, *given)
+            found.append([launched(kernels.top, case.attn, scores, *given), case.selection])
         return found
 
     def left() -> list[Tensor]:
@@ -210,22 +229,26 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     compiled: list[str] = []
-    monkeypatch.setattr(tuning, "INSIDE", True)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **found: compiled.append(str(found)))
     for shape in (*RATIOS.values(), Shape(compressor=False)):
         kernels = None
-        for rows in range(1, tuning.MAX_ROWS + 1):
-            case = IndexCase(shape, (700,) * rows, rows, DEVICE)
+        for rows, longest in product(range(1, tuning.MAX_ROWS + 1), (0, 20000)):
+            case = IndexCase(replace(shape, longest=longest), (700,) * rows, rows, DEVICE)
             if kernels is None:
-                kernels = FusedIndexer(case.attn, fused_bins(DEVICE))
+                own: Any = SimpleNamespace(
+                    fused_wqa_wkv=FusedLinear(fp8_linear(1, 1792, shape.hidden, 1.0, DEVICE)),
+                    wq_b=FusedLinear(fp8_linear(2, 8192, shape.q_rank, 1.0, DEVICE)),
+                )
+                kernels = FusedIndexer(case.attn, fused_bins(DEVICE), own)
                 kernels.warm(case.attn)
                 compiled.clear()
             inputs = kernels.project(case.x)
+            assert kernels.project_all(case.x) is not None
             if shape.compressor:
                 kernels.compress(case.attn, inputs, case.positions, case.caches)
-                for full in (False, True):
-                    kernels.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
-            scores = kernels.scores(case.attn, kernels.wq_b(case.qr), inputs, case.positions, case.caches)
+            kernels.queries(case.qr, settled=True)
+            q, _ = kernels.queries(case.qr)
+            scores = kernels.scores(case.attn, q, inputs, case.positions, case.caches)
             kernels.top(case.attn, scores, case.positions, case.caches)
             flags = torch.ones_like(scores, dtype=torch.bool)
             for given, full in ((flags, False), (None, True)):

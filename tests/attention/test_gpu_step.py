@@ -16,7 +16,6 @@ from specialized_decode.attention import (
     CandidateOverlap,
     SparseIndexTables,
     SparseMlaDecode,
-    index_tuning,
     reference,
 )
 from specialized_decode.attention.fused import fused_projections
@@ -68,7 +67,7 @@ class Steps:
         bins = fused_bins(DEVICE)
         self.steps = {}
         for number, layer in world.layers.items():
-            indexer = layer.indexer
+            indexer, own = layer.indexer, fused_projections(layer) if kernels else None
             self.steps[number] = AttentionStep(
                 layer,
                 self.tables,
@@ -79,8 +78,8 @@ class Steps:
                 consumer=self.overlap if indexer is not None and indexer.candidate_consumer else None,
                 aux=self.aux,
                 fused=fused,
-                projections=fused_projections(layer) if kernels else None,
-                index=FusedIndexer(layer, bins) if kernels and indexer is not None else None,
+                projections=own,
+                index=FusedIndexer(layer, bins, own) if own is not None and indexer is not None else None,
             )
 
     def run(self, inputs: dict[int, Tensor], positions: Tensor, gates: Gates, outputs: dict[int, Tensor]) -> None:
@@ -207,11 +206,14 @@ def test_nothing_beside(both: Both, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_compressor_s_place(both: Both, inside: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the scores' launch and ahead of it; every replay gives the same bits."""
-    monkeypatch.setattr(index_tuning, "INSIDE", inside)
-    captured = both._capture(rows, both.steps[True], Gates(rows, True, True, True))
+@pytest.mark.parametrize("joined", [True, False])
+def test_wq_b_s_place(both: Both, joined: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the launch of the indexer's and behind it; every replay gives the same bits."""
+    steps = both.steps[True]
+    for step in steps.steps.values():
+        if step.index is not None and not joined:
+            monkeypatch.setattr(step.index, "joined", None)
+    captured = both._capture(rows, steps, Gates(rows, True, True, True))
     monkeypatch.setitem(both.captured, (rows, True, True), captured)
     chosen, seed, first = [12, 11, 0, 5, -1, 10, 3, 9][:rows], 70 + rows, None
     compare(both, chosen, seed)

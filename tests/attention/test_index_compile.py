@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused_index import projection_constants
+from specialized_decode.attention.fused_index import all_constants, projection_constants
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
-from specialized_decode.attention.kernels.index_projection import index_projection_kernel
+from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
-from specialized_decode.attention.kernels.index_step import compress_scores_kernel
 from specialized_decode.attention.kernels.top_positions import top_positions_kernel
+from specialized_decode.attention.projection_tuning import projection
 from tests.helpers.compiled import (
     ARCHITECTURES,
     REGISTERS,
+    SHARED_BYTES,
     Variant,
     assert_fits,
     compile_variant,
@@ -25,8 +26,11 @@ from tests.helpers.compiled import (
 )
 
 HIDDEN, HEADS, TOPK = 5120, 32, 512
+# Outputs of fused_wqa_wkv, and words of the indexer's and the layer's wq_b, at four ranks.
+OUTPUTS, WORDS = 1792, 12288 * 1280 // 4
 
 PROJECTION = {"x": "*i32", "weight": "*i32", "heads": "*i32", "partial": "*fp32", "rows": "i32"}
+INPUTS = {**PROJECTION, "weights": "*i32", "scales": "*u8", "y": "*bf16", "behind": "*i32"}
 COMPRESS = {
     "partial": "*fp32",
     "rows": "i32",
@@ -74,11 +78,6 @@ SCORES = {
     "bins": "*i32",
     "scale": "fp32",
 }
-COMPRESS_SCORES = {
-    **COMPRESS,
-    **{name: SCORES[name] for name in ("q", "at", "owner", "block_table", "table_stride")},
-    **{name: SCORES[name] for name in ("scores", "scores_stride", "width", "bins", "scale")},
-}
 TOP = {
     "scores": "*fp32",
     "scores_stride": "i32",
@@ -99,57 +98,40 @@ TOP = {
 ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
 
 
-KEY_MAKERS = [f"compressor and scores, ratio {{}}, flags False, full False, {tuple(cut)}" for cut in tuning.INSIDE_CUTS]
-
-
 def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
     return Variant(kernel, signature, constants, warps, options, ALIGNED)
-
-
-def projection_name(ratio: int, cut: tuning.ProjectionCut = tuning.PROJECTION) -> str:
-    return f"projection, ratio {ratio}, {tuple(map(int, cut))}"
 
 
 def variants() -> dict[str, Variant]:
     """As `FusedIndexer` launches them: sources of both ratios, and a consumer, which has no compressor."""
     found = {}
+    wqa_wkv = projection(OUTPUTS, HIDDEN)
     for ratio in (2, 1, 0):
-        n = 512 * ratio + HEADS
-        for cut in tuning.PROJECTION_CUTS:
-            launch = tuning.index_projection(n, HIDDEN, cut)
-            constants = projection_constants(512 * ratio, HEADS, launch)
-            variant = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
-            found[projection_name(ratio, cut)] = variant
-        launch = tuning.index_projection(n, HIDDEN)
+        n, first = 512 * ratio + HEADS, 512 * ratio
+        launch, beside = tuning.index_projection(n, HIDDEN), tuning.beside(n, HIDDEN, wqa_wkv)
+        assert beside is not None
+        constants: dict[str, Any] = projection_constants(first, HEADS, launch)
+        found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
+        for behind in (0, WORDS):
+            constants = all_constants(OUTPUTS, wqa_wkv, first, HEADS, beside, behind)
+            variant = launch_of(input_projections_kernel, INPUTS, constants, beside.k_warps)
+            found[f"inputs, ratio {ratio}, {behind} words asked for"] = variant
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
-        common = {"N": n, "SPLITS": launch.splits}
-        if ratio:
-            parts = tuning.key_parts(tuning.COMPRESS_WARPS)
-            constants = {**common, "RATIO": ratio, "PARTS": parts, "EARLY": tuning.COMPRESS_EARLY}
+        for splits in {launch.splits, beside.splits}:
+            constants = {"N": n, "SPLITS": splits, "RATIO": ratio, "PARTS": tuning.key_parts(tuning.COMPRESS_WARPS)}
+            constants |= {"EARLY": tuning.COMPRESS_EARLY}
             variant = launch_of(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, **unfused)
-            found[f"compressor, ratio {ratio}"] = variant
+            if ratio:
+                found[f"compressor, ratio {ratio}, {splits} splits"] = variant
         kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
-        for (flags, full), cut in product(kinds[ratio], tuning.CUTS + tuning.INSIDE_CUTS):
-            # The compiler's limit is the architecture's: see `compiled`.
-            limited = {**unfused, "maxnreg": cut}
+        for (flags, full), cut in product(kinds[ratio], tuning.CUTS):
             constants = {
-                **common,
-                "HEADS": HEADS,
-                "PADDED": 32,
-                "RATIO": max(ratio, 1),
-                "KEYS": cut.keys,
-                "HELD": cut.held,
-                "FULL": full,
-                "SPREAD": tuning.SPREAD,
-            }
-            name = f"ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
-            with_flags = {**constants, "FLAGS": flags}
-            if cut in tuning.CUTS:
-                found[f"scores, {name}"] = launch_of(index_scores_kernel, SCORES, with_flags, cut.warps, **limited)
-            elif ratio:
-                constants |= {"PARTS": tuning.key_parts(cut.warps), "EARLY": cut.early}
-                variant = launch_of(compress_scores_kernel, COMPRESS_SCORES, constants, cut.warps, **limited)
-                found[f"compressor and scores, {name}"] = variant
+                "HEADS": HEADS, "PADDED": 32, "N": n, "SPLITS": beside.splits, "RATIO": max(ratio, 1), "KEYS": cut.keys,
+                "HELD": cut.held, "FLAGS": flags, "FULL": full, "SPREAD": tuning.SPREAD,
+            }  # fmt: skip
+            name = f"scores, ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
+            # The compiler's limit is the architecture's: see `compiled`.
+            found[name] = launch_of(index_scores_kernel, SCORES, constants, cut.warps, **unfused, maxnreg=cut)
     for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
@@ -179,16 +161,10 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
-CHOSEN = tuple(
-    str(tuple(map(int, cut)))
-    for cut in (tuning.PROJECTION, tuning.FEW, tuning.MANY, tuning.INSIDE_FEW, tuning.INSIDE_MANY)
-)
-
-
 def architectures(name: str) -> tuple[int, ...]:
     """What only Hopper's benchmark tries is compiled for Hopper alone; for the last, whose code is that of its like, a
     source of ratio 2."""
-    if not name.endswith(CHOSEN) and not name.startswith(("compressor, ", f"best, ratio 2, {tuning.TOP_WARPS} ")):
+    if name.startswith("best") and not name.startswith(f"best, ratio 2, {tuning.TOP_WARPS} "):
         return (90,)
     return ARCHITECTURES if "ratio 2" in name else ARCHITECTURES[:-1]
 
@@ -212,35 +188,41 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
 
 
-@pytest.mark.parametrize("ratio", [2, 1])
-def test_compressor_fits_beside_a_projection(ratio: int, tmp_path: Path) -> None:
-    """So it starts, and reads its weights, while the launch that it waits for still runs."""
-    registers = 0
-    for name in (projection_name(ratio), f"compressor, ratio {ratio}"):
-        variant = VARIANTS[name]
-        registers += program_registers(resources(compiled(variant, 90), tmp_path), variant.warps)
-    assert registers <= REGISTERS
+@pytest.mark.parametrize("ratio", [2, 1, 0])
+def test_programs_of_the_input_fit_in_pairs(ratio: int, tmp_path: Path) -> None:
+    """All of a launch run at once, two on a multiprocessor."""
+    for behind in (0, WORDS):
+        variant = VARIANTS[f"inputs, ratio {ratio}, {behind} words asked for"]
+        found = resources(compiled(variant, 90), tmp_path)
+        assert 2 * program_registers(found, variant.warps) <= REGISTERS
+        assert 2 * (found["SHARED"] + 1024) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("ratio", [2, 1])
 def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
-    """All of them, 16 bytes a load."""
-    for cut in tuning.PROJECTION_CUTS:
-        variant = VARIANTS[projection_name(ratio, cut)]
-        launch = tuning.index_projection(512 * ratio + HEADS, HIDDEN, cut)
-        before, behind = compiled(variant, 90).asm["ptx"].split("griddepcontrol.wait", 1)
-        assert before.count("cp.async.cg.shared.global") == 2 * launch.tiles * launch.per_warp
-        assert "ld.global.v4" not in before and behind.count("ld.global.v4") == launch.per_warp
-        assert behind.count("mma.sync") == 2 * launch.tiles * launch.per_warp and "mma" not in before
-        start = "griddepcontrol.launch_dependents"
-        assert (start in before, start in behind) == (launch.early, not launch.early)
-    for name in (f"compressor, ratio {ratio}", *(maker.format(ratio) for maker in KEY_MAKERS)):
-        # Ahead of one of the waits, of which each kind of program has its own.
-        variant, counts = VARIANTS[name], []
-        early = variant.constants["EARLY"]
-        for parts in (early, 0):
-            changed = replace(variant, constants={**variant.constants, "EARLY": parts})
-            waits = compiled(changed, 90).asm["ptx"].split("griddepcontrol.wait")[:-1]
-            counts.append([ahead.count("ld.global.v4") for ahead in waits])
-        more = max(held - none for held, none in zip(*counts, strict=True))
-        assert more == early * 128 // variant.constants["PARTS"] * 512 * 2 // 16 // (32 * variant.warps), name
+    """All of them, 16 bytes a load; the next launch starts when the input has been asked for."""
+    launch = tuning.index_projection(512 * ratio + HEADS, HIDDEN)
+    before, behind = compiled(VARIANTS[f"projection, ratio {ratio}"], 90).asm["ptx"].split("griddepcontrol.wait", 1)
+    assert before.count("cp.async.cg.shared.global") == 2 * launch.per_warp
+    assert "ld.global.v4" not in before and behind.count("ld.global.v4") == launch.per_warp
+    assert behind.count("mma.sync") == 2 * launch.per_warp and "mma" not in before
+    assert "griddepcontrol.launch_dependents" not in before
+    wqa_wkv = projection(OUTPUTS, HIDDEN)
+    for words in (0, WORDS):
+        ptx = compiled(VARIANTS[f"inputs, ratio {ratio}, {words} words asked for"], 90).asm["ptx"]
+        # Either kind of program, whose own weights come first.
+        for part in ptx.split("griddepcontrol.wait")[1:]:
+            assert part.count("griddepcontrol.launch_dependents") == 1
+            own, started = part.split("griddepcontrol.launch_dependents")
+            assert "mma" not in own and "cp.async" not in own
+            assert started.count("cp.async.bulk.prefetch.L2.global") == (words > 0)
+        assert ptx.count("cp.async.cg.shared.global") == 2 * wqa_wkv.per_warp
+    # Ahead of one of the waits, of which each kind of program has its own.
+    variant, counts = VARIANTS[f"compressor, ratio {ratio}, {launch.splits} splits"], []
+    early = variant.constants["EARLY"]
+    for parts in (early, 0):
+        changed = replace(variant, constants={**variant.constants, "EARLY": parts})
+        waits = compiled(changed, 90).asm["ptx"].split("griddepcontrol.wait")[:-1]
+        counts.append([ahead.count("ld.global.v4") for ahead in waits])
+    more = max(held - none for held, none in zip(*counts, strict=True))
+    assert more == early * 128 // variant.constants["PARTS"] * 512 * 2 // 16 // (32 * variant.warps)

@@ -8,24 +8,34 @@ import torch
 
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention import select
+from specialized_decode.attention.projection_tuning import projection
 
 
-@pytest.mark.parametrize("cut", tuning.PROJECTION_CUTS)
 @pytest.mark.parametrize("k", [64, 320, 1024, 4096, 5120, 7168])
 @pytest.mark.parametrize("n", [16, 32, 528, 544, 1056])
-def test_every_column_is_somebodys(n: int, k: int, cut: tuning.ProjectionCut) -> None:
-    launch = tuning.index_projection(n, k, cut)
+def test_every_column_is_somebodys(n: int, k: int) -> None:
+    launch = tuning.index_projection(n, k)
     assert launch.splits * launch.k_warps * launch.per_warp * tuning.BLOCK == k
-    assert n % (tuning.TILE * launch.tiles) == 0 and launch.bytes <= cut.bytes
-    assert launch.per_warp <= cut.blocks and launch.k_warps <= tuning.MOST_WARPS
+    assert launch.bytes <= tuning.PROJECTION_BYTES
+    assert launch.per_warp <= tuning.PROJECTION_BLOCKS and launch.k_warps <= tuning.MOST_WARPS
 
 
-def test_sources_projections_take_one_round() -> None:
-    """Of programs, all of whose weights are in flight at once, beside as many of the launch ahead."""
-    for n in (1056, 544):
-        launch = tuning.index_projection(n, 5120)
-        programs, fit = n // tuning.TILE // launch.tiles * launch.splits, 227 * 1024 // launch.bytes
-        assert programs >= tuning.MULTIPROCESSORS and 2 * programs <= fit * tuning.MULTIPROCESSORS
+@pytest.mark.parametrize("n", [32, 544, 1056])
+@pytest.mark.parametrize(("outputs", "k"), [(1792, 5120), (2048, 4096), (1088, 1024)])
+def test_programs_beside_anothers(outputs: int, k: int, n: int) -> None:
+    """They are as large, so that two fit on a multiprocessor; of the release's layers all run at once."""
+    own = projection(outputs, k)
+    launch = tuning.beside(n, k, own)
+    assert launch is not None
+    assert launch.k_warps == own.k_warps == own.warps and launch.bytes <= own.bytes
+    assert launch.splits * launch.k_warps * launch.per_warp * tuning.BLOCK == k
+    if k == 5120:
+        assert (outputs + launch.splits * n) // tuning.TILE <= 2 * tuning.MULTIPROCESSORS
+
+
+def test_programs_that_cannot_be_beside_anothers() -> None:
+    assert tuning.beside(544, 5120, projection(8192, 1280)) is None, "of two tiles"
+    assert tuning.beside(544, 8192, projection(5120, 8192)) is None, "in two rounds"
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 64), (24, 64), (16, 0), (16, 72), (16, 16 * 7919)])
@@ -34,18 +44,20 @@ def test_other_projections_are_refused(n: int, k: int) -> None:
         tuning.index_projection(n, k)
 
 
-@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("rows", range(1, tuning.MAX_ROWS + 1))
-def test_programs_of_the_scores(rows: int, inside: bool) -> None:
+def test_programs_of_the_scores(rows: int) -> None:
     """As many as there are tiles, or run at once; the longest request changes nothing beyond that."""
-    cut = tuning.scores(rows, inside)
-    for width in (1, 64, 65, 4096, 1 << 20):
-        programs = tuning.score_programs(rows, width, inside)
+    for width in (1, 64, 65, 4096, 8192, 1 << 20):
+        cut = tuning.scores(rows, width)
+        programs = tuning.score_programs(rows, width)
         assert 1 <= programs <= -(-width // cut.keys) and (programs + 1) * rows <= cut.resident
-    assert [tuning.score_programs(rows, width, inside) for width in (cut.keys, cut.keys + 1)] == [1, 2]
+        if cut == tuning.SHORT_ROWS:
+            assert programs == -(-width // cut.keys)
+    assert [tuning.score_programs(rows, width) for width in (64, 65)] == [1, 2]
+    assert tuning.scores(rows, 1 << 20) == (tuning.FEW if rows == 1 else tuning.MANY)
 
 
-@pytest.mark.parametrize("cut", tuning.CUTS + tuning.INSIDE_CUTS)
+@pytest.mark.parametrize("cut", tuning.CUTS)
 def test_scores_that_run_at_once(cut: tuning.ScoresCut) -> None:
     """Of 32 heads, whose programs fill the registers."""
     registers = tuning.scores_registers(32, cut, 9)
@@ -58,8 +70,6 @@ def test_what_is_tried() -> None:
     assert tuning.TOP_WARPS in tuning.TOPS
     assert tuple(4096 // (32 * warps) for warps in tuning.TOPS) == tuning.SPREADS
     assert tuning.SPREADS[tuning.TOPS.index(tuning.TOP_WARPS)] == tuning.SPREAD
-    assert {tuning.FEW, tuning.MANY} <= {*tuning.CUTS}
-    assert {tuning.INSIDE_FEW, tuning.INSIDE_MANY} <= {*tuning.INSIDE_CUTS}
 
 
 def test_a_chunks_counts_fit_into_a_half() -> None:

@@ -12,11 +12,14 @@ from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
 from tests.helpers.compiled import (
     ARCHITECTURES,
+    REGISTERS,
+    SHARED_BYTES,
     TOOLS,
     Variant,
     assert_fits,
     compile_variant,
     machine_code,
+    program_registers,
     resources,
 )
 
@@ -124,6 +127,35 @@ def test_launches_that_a_benchmark_tries(
         assert "cp.async" not in before and "griddepcontrol.wait" in behind
     else:
         assert loads == (0, launch.per_warp) and "griddepcontrol.wait" in before
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("settled", [False, True])
+def test_queries_in_one_launch(
+    settled: bool, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The indexer's and a layer's, at four ranks: all programs run at once. Settled, they read past the first-level
+    cache and wait in the end."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    launch = tuning.joined(4096, 8192, 1280)
+    assert 4096 % (tuning.TILE * launch.program_tiles) == 0 and launch.early
+    values = constants(12288, 1280, 1, launch, first=4096, settled=settled)
+    kernel = compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps), architecture)
+    found = resources(kernel, tmp_path)
+    assert_fits("queries", found, launch.warps, registers=tuning.MOST_REGISTERS, shared=tuning.MOST_BYTES)
+    programs = 12288 // tuning.TILE // launch.program_tiles
+    assert programs <= tuning.MULTIPROCESSORS * (REGISTERS // program_registers(found, launch.warps))
+    assert programs <= tuning.MULTIPROCESSORS * (SHARED_BYTES // (found["SHARED"] + 1024))
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    loads = [part.count("ld.global.cg.v4" if settled else "ld.global.v4") for part in (before, behind)]
+    assert loads == ([launch.per_warp, 0] if settled else [0, launch.per_warp])
+    assert ("st.global" in before, "st.global" in behind) == (settled, not settled)
+
+
+@pytest.mark.parametrize(("first", "second", "k"), [(64, 48, 64), (48, 64, 64), (64, 64, 72)])
+def test_queries_that_do_not_divide(first: int, second: int, k: int) -> None:
+    with pytest.raises(ValueError, match="expected multiples of"):
+        tuning.joined(first, second, k)
 
 
 def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:

@@ -1,10 +1,12 @@
 """The projections' kernels, run on the CPU by tests.helpers.emulated_kernels, against float64."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from specialized_decode.attention import fused, fused_index
-from specialized_decode.attention import index_tuning as index_cuts
 from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention import reference as attention_reference
 from specialized_decode.attention.kernels import index_projection, projection
@@ -14,19 +16,55 @@ from specialized_decode.boundary.kernels import fragments
 from tests.helpers.emulated_kernels import emulate
 from tests.helpers.index_case import IndexCase, Shape, assert_projected
 from tests.helpers.step_linear import fp8_linear
+from tests.helpers.step_mhc import same_bits
+
+INDEXED = [Shape(), Shape(ratio=2, heads=20, hidden=640), Shape(compressor=False, heads=8)]
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(ratio=2, heads=20, hidden=640), Shape(compressor=False, heads=8)])
-@pytest.mark.parametrize("cut", range(len(index_cuts.PROJECTION_CUTS)))
-def test_index_projection(cut: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (8, 1, 3)[cut % 3]
+def indexed(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> IndexCase:
     emulate(monkeypatch, fused_index, (index_projection, projection, fragments))
-    monkeypatch.setattr(index_cuts, "PROJECTION", index_cuts.PROJECTION_CUTS[cut])
-    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows)
+    emulate(monkeypatch, fused, (projection, fragments))
+    return IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("shape", INDEXED)
+def test_index_projection(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = indexed(shape, rows, monkeypatch)
     kernels = fused_index.FusedIndexer(case.attn, fused_index.fused_bins(case.device))
     partial = kernels.project(case.x).partial
-    assert partial.shape[0] == kernels.launch.splits
+    assert partial.shape[0] == kernels.launch.splits and kernels.project_all(case.x) is None
     assert_projected(case, partial)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("shape", INDEXED)
+def test_projections_of_the_input_and_of_queries(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch each: what they give apart."""
+    case = indexed(shape, rows, monkeypatch)
+    wqa_wkv = fused.FusedLinear(fp8_linear(1, 64, shape.hidden, shape.hidden**-0.5, case.device))
+    wq_b = fused.FusedLinear(fp8_linear(2, 64, shape.q_rank, shape.q_rank**-0.5, case.device))
+    alone = fused_index.FusedIndexer(case.attn, fused_index.fused_bins(case.device))
+    own: Any = SimpleNamespace(fused_wqa_wkv=wqa_wkv, wq_b=wq_b)
+    expected = wqa_wkv(case.x), alone.wq_b(case.qr), wq_b(case.qr)
+    together = fused_index.FusedIndexer(case.attn, fused_index.fused_bins(case.device), own)
+    found = together.project_all(case.x)
+    assert found is not None
+    assert same_bits(found[0], expected[0])
+    assert found[1].heads == alone.first_head
+    assert_projected(case, found[1].partial)
+    for settled in (False, True):
+        index_q, q = together.queries(case.qr, settled)
+        assert q is not None and same_bits(index_q, expected[1]) and same_bits(q, expected[2])
+    assert all(map(same_bits, (together.wq_b(case.qr), wq_b(case.qr)), expected[1:])), "of a copy of both"
+    assert together.nbytes == alone.nbytes
+
+
+def test_projections_of_other_inputs_are_not_joined() -> None:
+    device = torch.device("cpu")
+    layers = [fused.FusedLinear(fp8_linear(1, 64, k, 1.0, device)) for k in (64, 128)]
+    with pytest.raises(ValueError, match=r"projections: found \[64, 64\], \[64, 128\], expected two of one input"):
+        fused.JoinedLinear(*layers)
 
 
 @pytest.mark.parametrize(("n", "k", "groups"), [(544, 64, 1), (64, 1024, 2), (64, 5120, 1), (128, 1280, 1)])

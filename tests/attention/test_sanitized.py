@@ -54,7 +54,11 @@ def test_every_kernel_in_every_cut() -> None:
         ways = {settled for selects, settled in WAYS if selects == (topk > 0)}
         inserted = {(*launch, Settled.ALL, MAX_INSERTED)} if cut.inserts else set()
         assert {*((*launch, settled, 0) for settled in ways), *inserted} <= attention, f"{rows} rows, {heads} heads"
-    projected = {tuple(call[name] for name in ("N", "K", "GROUPS", "NORM")) for call in found["projection_kernel"]}
-    assert projected == {(*shape, False) for shape in sanitized.PROJECTIONS} | {
-        (heads * 512, 1280, 1, True) for heads in sanitized.HEADS
-    }
+    launches = ("N", "K", "GROUPS", "NORM", "FIRST", "SETTLED")
+    projected = {tuple(call[name] for name in launches) for call in found["projection_kernel"]}
+    assert projected == (
+        {(*shape, False, shape[0], False) for shape in sanitized.PROJECTIONS}
+        | {(heads * 512, 1280, 1, True, heads * 512, False) for heads in sanitized.HEADS}
+        | {(4096 + 64, 1280, 1, False, 4096, settled) for settled in (False, True)}
+    )
+    assert {call["BEHIND"] > 0 for call in found["input_projections_kernel"]} == {False, True}

@@ -249,22 +249,6 @@ def assert_selected(case: IndexCase, scores: Tensor, slots: Tensor) -> None:
     assert torch.equal(slots, table), "slots are elsewhere"
 
 
-def check_one_launch(case: IndexCase, fused: Any, inputs: Any, summed: Tensor) -> None:
-    """The compressor's programs beside the scores'. fused: a FusedIndexer; inputs: what it projected, whose parts make
-    up `summed` [T, N]."""
-    for full in (True, False):
-        before = case.cache_bytes()
-        scores = fused.compress_scores(case.attn, case.q, inputs, case.positions, case.caches, full)
-        left = case.cache_bytes()
-        assert_compressed(case, before, summed[:, : inputs.heads])
-        case.restore(left)
-        masked = assert_scored(case, scores, summed[:, inputs.heads :])
-        assert not full or torch.equal(scores, masked), "scores behind a row's own are not -inf"
-        assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
-        assert not fused.bins.any(), "bins are not zero again"
-        case.restore(before)
-
-
 def assert_in_place(case: IndexCase, slots: Tensor) -> None:
     """Whatever was selected are the rows' own positions, and their slots; nothing lies behind the rows."""
     found = case.selection[: case.rows]

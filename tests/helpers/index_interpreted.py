@@ -17,7 +17,6 @@ from tests.helpers.index_case import (
     assert_scored,
     assert_selected,
     bins_of,
-    check_one_launch,
     closed_groups,
     tied_scores,
 )
@@ -63,8 +62,7 @@ def run_interpreted(path: str) -> None:
             _check(name)
         except AssertionError as error:
             failures[name] = str(error) or repr(error)
-    steps = {"inside" if inside else "apart": _steps(inside) for inside in (True, False)}
-    torch.save({"failures": failures, "ties": _ties(), **steps}, Path(path))
+    torch.save({"failures": failures, "ties": _ties(), "steps": _steps()}, Path(path))
 
 
 def emulate_projection(patch: pytest.MonkeyPatch) -> None:
@@ -102,8 +100,6 @@ def _check(name: str) -> None:
     masked = assert_scored(case, scores, heads)
     assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
     assert not fused.bins.any(), "bins are not zero again"
-    if case.shape.compressor:
-        check_one_launch(case, fused, inputs, summed)
     full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, full=True)
     assert torch.equal(full, masked), "scores behind a row's own are not -inf"
     fused.bins.zero_()
@@ -138,15 +134,13 @@ def _ties() -> list[str]:
     return failures
 
 
-def _steps(inside: bool) -> dict[str, Tensor]:
-    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too. inside: whether the
-    compressor runs in the scores' launch."""
+def _steps() -> dict[str, Tensor]:
+    """Two steps of `mla_interpreted.world` whose attention runs on the kernels, index kernels too."""
     from specialized_decode.attention import (
         AttentionStep,
         CandidateOverlap,
         SparseIndexTables,
         SparseMlaDecode,
-        index_tuning,
     )
     from specialized_decode.attention import mla_tuning as tuning
     from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
@@ -158,7 +152,6 @@ def _steps(inside: bool) -> dict[str, Tensor]:
     from tests.helpers.step_attention import CONFIG, CPU, LAYERS
     from tests.helpers.step_gates import Gates
 
-    index_tuning.INSIDE = inside
     prepare_assembly(mla_interpreted._assembly)
     mla_interpreted.interleave_programs()
     chosen = mla_interpreted.CHOSEN
