@@ -40,9 +40,7 @@ class CandidateOverlap:
         [T, count] and expands them, beside what follows where the step may fork."""
         forks = step.overlap_candidates and step.rows in self.warmed
         with self.stream.fork() if forks else nullcontext():
-            closed = (positions + 1) // ratio
-            blocks.copy_(reference.candidate_blocks(scores, closed, self.block_size, blocks.shape[1]))
-            self._flags = reference.candidate_flags(blocks, self.block_size, scores.shape[1])
+            self._flags = reference.choose_candidates(scores, positions, ratio, self.block_size, blocks)
         # Another stream reads them: their memory serves nothing else in this step.
         self._read = scores, positions
 

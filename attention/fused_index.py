@@ -59,11 +59,8 @@ def projection_constants(first: int, heads: int, launch: tuning.IndexProjection)
     }
 
 
-def all_constants(
-    n: int, own: Projection, first: int, heads: int, launch: tuning.IndexProjection, behind: int
-) -> dict[str, int]:
-    """Compile-time arguments of `fused_wqa_wkv`, with n outputs and its launch, and that projection in one. behind:
-    words that are asked for."""
+def all_constants(n: int, own: Projection, first: int, heads: int, launch: tuning.IndexProjection) -> dict[str, int]:
+    """Compile-time arguments of `fused_wqa_wkv`, with n outputs and its launch, and that projection in one."""
     index = projection_constants(first, heads, launch)
     return {
         "N": n,
@@ -76,7 +73,6 @@ def all_constants(
         "INDEX_N": index["N"],
         "SPLITS": launch.splits,
         "INDEX_PER_WARP": launch.per_warp,
-        "BEHIND": behind,
     }
 
 
@@ -146,8 +142,6 @@ class FusedIndexer:
             return None
         partial, (rows, n) = self._sums(x, launch), (x.shape[0], wqa_wkv.weight.shape[0])
         y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device)
-        # What `queries` reads.
-        behind = self.joined.weight.words if self.joined is not None else self.wq_b.weight.words
         input_projections_kernel[((n + launch.splits * self.outputs) // tuning.TILE,)](
             x.view(torch.int32),
             wqa_wkv.weight.words,
@@ -156,11 +150,8 @@ class FusedIndexer:
             self.weight.view(torch.int32),
             self.heads.view(torch.int32),
             partial,
-            behind,
             rows,
-            **all_constants(
-                n, wqa_wkv.launch, self.first_head, self.heads.shape[0], launch, tuning.prefetched(rows, behind.numel())
-            ),
+            **all_constants(n, wqa_wkv.launch, self.first_head, self.heads.shape[0], launch),
             num_warps=launch.k_warps,
             launch_pdl=True,
         )

@@ -13,10 +13,6 @@ BLOCK_BYTES = TILE * BLOCK * 2
 MULTIPROCESSORS = 132
 
 
-# Rows from which the launch that reads a step's input asks for the weights of the one that reads the norms' output: at
-# 1 row memory is busy until then.
-PREFETCH_ROWS = 2
-
 # The compressor's warps, and the parts of `wk` that a program holds ahead of its wait: all. At 1 row 8 and 12, 16 and 8
 # take 0.1 to 0.5 us less, at 8 rows 0.5 more (H200, 2026-11-30, whole steps).
 COMPRESS_WARPS, COMPRESS_EARLY = 8, 16
@@ -141,8 +137,3 @@ def score_programs(rows: int, width: int) -> int:
     cut = scores(rows, width)
     tiles, most = -(-width // cut.keys), max(1, cut.resident // rows - 1)
     return max(1, -(-tiles // -(-tiles // most)))
-
-
-def prefetched(rows: int, words: int) -> int:
-    """How many of so many words a launch of so many rows asks for ahead of another."""
-    return words if rows >= PREFETCH_ROWS else 0

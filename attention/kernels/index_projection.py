@@ -13,7 +13,6 @@ from specialized_decode.attention.kernels.projection import (
     _barrier,
     _launch_next,
     _wait,
-    prefetch,
     project,
     shared_words,
     store_sums,
@@ -56,18 +55,15 @@ def index_projection_kernel(
     N] float32, N the next multiple of 16, with zeros behind them. SPLITS K_WARPS PER_WARP blocks of 32 are K. The next
     launch starts when all of x has been asked for."""
     slab = shared_words(PER_WARP * 2, K_WARPS)
-    index_project(
-        gl.program_id(0), slab, x, weight, heads, partial, rows, x, FIRST, HEADS, N, SPLITS, K_WARPS, PER_WARP, 0, 1
-    )
+    index_project(gl.program_id(0), slab, x, weight, heads, partial, rows, FIRST, HEADS, N, SPLITS, K_WARPS, PER_WARP)
 
 
 @gluon.jit
 def index_project(
-    program, slab, x, weight, heads, partial, rows, behind, FIRST: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr,
-    SPLITS: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr, BEHIND: gl.constexpr, ALL: gl.constexpr,
+    program, slab, x, weight, heads, partial, rows, FIRST: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr,
+    SPLITS: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
 ):  # fmt: skip
-    """What program number `program` does, the wait included. slab: of `shared_words`, 2 PER_WARP or more. BEHIND: words
-    at `behind` of which the launch's programs, ALL in number, ask for a share each; the last are these."""
+    """What program number `program` does, the wait included. slab: of `shared_words`, 2 PER_WARP or more."""
     K: gl.constexpr = SPLITS * K_WARPS * PER_WARP * 32
     # Programs of a split.
     PROGRAMS: gl.constexpr = N // 16
@@ -100,8 +96,6 @@ def index_project(
     # Else the compiler asks for x only when the weights are there.
     _barrier()
     _launch_next()
-    if BEHIND > 0:
-        prefetch(behind, BEHIND, program + (ALL - SPLITS * PROGRAMS), ALL, K_WARPS)
     async_copy.wait_group(0)
     for i in gl.static_range(PER_WARP):
         upper = four_words(slab[i * 2].load(vectors), K_WARPS, lanes)
@@ -119,7 +113,6 @@ def input_projections_kernel(
     weight,
     heads,
     partial,
-    behind,
     rows,
     N: gl.constexpr,
     K_WARPS: gl.constexpr,
@@ -131,22 +124,20 @@ def input_projections_kernel(
     INDEX_N: gl.constexpr,
     SPLITS: gl.constexpr,
     INDEX_PER_WARP: gl.constexpr,
-    BEHIND: gl.constexpr,
 ):
     """Grid (N / 16 + SPLITS INDEX_N / 16): the programs of `projection_kernel`, of a tile each, then those of
     `index_projection_kernel`. Arguments are theirs, INDEX_N and INDEX_PER_WARP the latter's; the next launch starts
-    when all of x has been asked for. behind: BEHIND int32 that a later launch reads, asked for into the L2 cache."""
+    when all of x has been asked for."""
     K: gl.constexpr = K_WARPS * PER_WARP * 32
     BUFFERS: gl.constexpr = max(PER_WARP, 2 * INDEX_PER_WARP)
-    ALL: gl.constexpr = N // 16 + SPLITS * INDEX_N // 16
     slab = shared_words(BUFFERS, K_WARPS)
     if gl.program_id(0) < N // 16:
         project(
-            gl.program_id(0), slab, x, weights, scales, y, rows, x, 0.0, behind, N, K, 1, 1, 1, K_WARPS, PER_WARP, 1,
-            STAGES, AHEAD, False, True, K // 2, False, N, False, BEHIND, ALL,
+            gl.program_id(0), slab, x, weights, scales, y, rows, x, 0.0, N, K, 1, 1, 1, K_WARPS, PER_WARP, 1,
+            STAGES, AHEAD, False, True, K // 2, False, N, False,
         )  # fmt: skip
     else:
         index_project(
-            gl.program_id(0) - N // 16, slab, x, weight, heads, partial, rows, behind, FIRST, HEADS, INDEX_N, SPLITS,
-            K_WARPS, INDEX_PER_WARP, BEHIND, ALL,
+            gl.program_id(0) - N // 16, slab, x, weight, heads, partial, rows, FIRST, HEADS, INDEX_N, SPLITS,
+            K_WARPS, INDEX_PER_WARP,
         )  # fmt: skip

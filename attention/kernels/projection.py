@@ -43,26 +43,6 @@ def _barrier():
 
 
 @gluon.jit
-def prefetch(words, WORDS: gl.constexpr, program, PROGRAMS: gl.constexpr, WARPS: gl.constexpr):
-    """Asks for WORDS int32 that a launch behind reads, into the L2 cache; a warp of a program for a share."""
-    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    # A multiple of 128 bytes.
-    SHARE: gl.constexpr = (WORDS + PROGRAMS * WARPS * 32 - 1) // (PROGRAMS * WARPS * 32) * 32
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, lanes))[:, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, lanes))[None, :]
-    start = gl.minimum((program * WARPS + warp) * SHARE, WORDS - SHARE)
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        setp.eq.u32 first, $2, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $3;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,r", [words + start, lane, 4 * SHARE], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _widen(word):
     """A word of `prepared.pack` as two pairs of bfloat16. A number's bits in place are it times 2^-120, subnormals
     too."""
@@ -155,8 +135,8 @@ def projection_kernel(
         _launch_next()
     slab = shared_words(TILES * PER_WARP, TILE_WARPS * K_WARPS)
     project(
-        gl.program_id(0), slab, x, weights, scales, y, rows, norm, eps, x, N, K, GROUPS, TILE_WARPS, TILES, K_WARPS,
-        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED, 0, 1,
+        gl.program_id(0), slab, x, weights, scales, y, rows, norm, eps, N, K, GROUPS, TILE_WARPS, TILES, K_WARPS,
+        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED,
     )  # fmt: skip
 
 
@@ -173,14 +153,13 @@ def shared_words(COUNT: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def project(
-    program, slab, x, weights, scales, y, rows, norm, eps, behind, N: gl.constexpr, K: gl.constexpr,
+    program, slab, x, weights, scales, y, rows, norm, eps, N: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
-    STRIDE: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr, SETTLED: gl.constexpr, BEHIND: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    STRIDE: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr, SETTLED: gl.constexpr,
 ):  # fmt: skip
     """What program number `program` does, waits included; EARLY has been seen to. slab: of `shared_words`, TILES
-    PER_WARP or more. BEHIND: words at `behind` of which the launch's PROGRAMS ask for a share each; see `prefetch`."""
+    PER_WARP or more."""
     WARPS: gl.constexpr = TILE_WARPS * K_WARPS
     BLOCKS: gl.constexpr = K // 32
     # Without a wait past the first-level cache, which may hold what was there before.
@@ -234,8 +213,6 @@ def project(
         _barrier()
         if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
             _launch_next()
-        if BEHIND > 0 and chunk == 0:
-            prefetch(behind, BEHIND, program, PROGRAMS, WARPS)
         for stage in gl.static_range(STAGES):
             async_copy.wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):

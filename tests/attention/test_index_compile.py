@@ -26,11 +26,11 @@ from tests.helpers.compiled import (
 )
 
 HIDDEN, HEADS, TOPK = 5120, 32, 512
-# Outputs of fused_wqa_wkv, and words of the indexer's and the layer's wq_b, at four ranks.
-OUTPUTS, WORDS = 1792, 12288 * 1280 // 4
+# Of fused_wqa_wkv.
+OUTPUTS = 1792
 
 PROJECTION = {"x": "*i32", "weight": "*i32", "heads": "*i32", "partial": "*fp32", "rows": "i32"}
-INPUTS = {**PROJECTION, "weights": "*i32", "scales": "*u8", "y": "*bf16", "behind": "*i32"}
+INPUTS = {**PROJECTION, "weights": "*i32", "scales": "*u8", "y": "*bf16"}
 COMPRESS = {
     "partial": "*fp32",
     "rows": "i32",
@@ -112,10 +112,8 @@ def variants() -> dict[str, Variant]:
         assert beside is not None
         constants: dict[str, Any] = projection_constants(first, HEADS, launch)
         found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
-        for behind in (0, WORDS):
-            constants = all_constants(OUTPUTS, wqa_wkv, first, HEADS, beside, behind)
-            variant = launch_of(input_projections_kernel, INPUTS, constants, beside.k_warps)
-            found[f"inputs, ratio {ratio}, {behind} words asked for"] = variant
+        constants = all_constants(OUTPUTS, wqa_wkv, first, HEADS, beside)
+        found[f"inputs, ratio {ratio}"] = launch_of(input_projections_kernel, INPUTS, constants, beside.k_warps)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         for splits in {launch.splits, beside.splits}:
             constants = {"N": n, "SPLITS": splits, "RATIO": ratio, "PARTS": tuning.key_parts(tuning.COMPRESS_WARPS)}
@@ -191,11 +189,10 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ratio", [2, 1, 0])
 def test_programs_of_the_input_fit_in_pairs(ratio: int, tmp_path: Path) -> None:
     """All of a launch run at once, two on a multiprocessor."""
-    for behind in (0, WORDS):
-        variant = VARIANTS[f"inputs, ratio {ratio}, {behind} words asked for"]
-        found = resources(compiled(variant, 90), tmp_path)
-        assert 2 * program_registers(found, variant.warps) <= REGISTERS
-        assert 2 * (found["SHARED"] + 1024) <= SHARED_BYTES
+    variant = VARIANTS[f"inputs, ratio {ratio}"]
+    found = resources(compiled(variant, 90), tmp_path)
+    assert 2 * program_registers(found, variant.warps) <= REGISTERS
+    assert 2 * (found["SHARED"] + 1024) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("ratio", [2, 1])
@@ -208,15 +205,13 @@ def test_weights_are_read_ahead_of_the_wait(ratio: int) -> None:
     assert behind.count("mma.sync") == 2 * launch.per_warp and "mma" not in before
     assert "griddepcontrol.launch_dependents" not in before
     wqa_wkv = projection(OUTPUTS, HIDDEN)
-    for words in (0, WORDS):
-        ptx = compiled(VARIANTS[f"inputs, ratio {ratio}, {words} words asked for"], 90).asm["ptx"]
-        # Either kind of program, whose own weights come first.
-        for part in ptx.split("griddepcontrol.wait")[1:]:
-            assert part.count("griddepcontrol.launch_dependents") == 1
-            own, started = part.split("griddepcontrol.launch_dependents")
-            assert "mma" not in own and "cp.async" not in own
-            assert started.count("cp.async.bulk.prefetch.L2.global") == (words > 0)
-        assert ptx.count("cp.async.cg.shared.global") == 2 * wqa_wkv.per_warp
+    ptx = compiled(VARIANTS[f"inputs, ratio {ratio}"], 90).asm["ptx"]
+    # Either kind of program.
+    for part in ptx.split("griddepcontrol.wait")[1:]:
+        assert part.count("griddepcontrol.launch_dependents") == 1
+        own, _ = part.split("griddepcontrol.launch_dependents")
+        assert "mma" not in own and "cp.async" not in own
+    assert ptx.count("cp.async.cg.shared.global") == 2 * wqa_wkv.per_warp
     # Ahead of one of the waits, of which each kind of program has its own.
     variant, counts = VARIANTS[f"compressor, ratio {ratio}, {launch.splits} splits"], []
     early = variant.constants["EARLY"]

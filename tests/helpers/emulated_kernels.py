@@ -136,11 +136,9 @@ def assembly(
     for number, argument in enumerate(arguments):
         if isinstance(argument, Pointer):
             # Only prefetches take addresses, of so many bytes.
-            size = re.search(r"prefetch\S* \[\$\d\], \$(\d+)", asm)
+            size = re.search(r"prefetch\S* \[\$\d\], (\d+)", asm)
             assert size is not None, f"found an address in {asm}"
-            size_in_bytes = int(raw(arguments[int(size[1]) - len(types)]))
-            _places(argument, None)
-            _places(argument + (size_in_bytes // argument.memory.itemsize - 1), None)
+            _places(argument + (int(size[1]) // argument.memory.itemsize - 1), None)
             continue
         data = torch.as_tensor(raw(argument))
         bits = data.view(torch.int32) if data.is_floating_point() else data
@@ -149,7 +147,7 @@ def assembly(
         part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
     ):
         text = line.strip()
-        if text and not text.startswith(("griddepcontrol", "bar.sync", "@first", "setp", ".reg", "}")):
+        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async.bulk.prefetch", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
     found = []
     for number, kind in enumerate(types):
