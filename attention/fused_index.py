@@ -321,8 +321,10 @@ class FusedIndexer:
         for rows in (1, tuning.MAX_ROWS):
             positions = torch.zeros(rows, dtype=torch.int64, device=device)
             x = torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device)
-            self.project_all(x)
-            inputs, q = self.project(x), x.new_zeros(rows, self.wq_b.weight.shape[0])
+            together = self.project_all(x)
+            # Their readers are compiled for as many parts.
+            inputs = self.project(x) if together is None else together[1]
+            q = x.new_zeros(rows, self.wq_b.weight.shape[0])
             # Of how many columns scores have depends how they are cut.
             for longest in WARM_LENGTHS:
                 caches: Any = _warm_caches(rows, longest, device)

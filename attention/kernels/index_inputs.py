@@ -1,6 +1,5 @@
 """What a source's caches take of its layer's input: the latent with its norm, its KV record, and the index key made of
-it. Of the input, `index_projection` leaves sums of parts of
-the columns, which are added up in their order.
+it. Of the input, `index_projection` leaves sums of parts of the columns, which are added up in their order.
 """
 
 import triton

@@ -242,8 +242,9 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
                 kernels = FusedIndexer(case.attn, fused_bins(DEVICE), own)
                 kernels.warm(case.attn)
                 compiled.clear()
-            inputs = kernels.project(case.x)
-            assert kernels.project_all(case.x) is not None
+            together = kernels.project_all(case.x)
+            assert together is not None
+            inputs = together[1]
             if shape.compressor:
                 kernels.compress(case.attn, inputs, case.positions, case.caches)
             kernels.queries(case.qr, settled=True)
