@@ -20,7 +20,7 @@ from tests.helpers.index_case import (
     closed_groups,
     tied_scores,
 )
-from tests.helpers.mla_interpreted import PlainProjection
+from tests.helpers.mla_interpreted import PlainProjection, plain_projections
 from tests.helpers.step_interpreted import prepare_interpreter
 
 SMALL: dict[str, Any] = {"hidden": 64, "heads": 4, "q_rank": 32, "topk": 16}
@@ -49,13 +49,14 @@ def run_interpreted(path: str) -> None:
     torch.set_num_threads(1)
     prepare_interpreter(_no_assembly)
     torch.use_deterministic_algorithms(True)  # Fresh tensors are filled with NaN.
-    from specialized_decode.attention import fused_index, index_tuning
+    from specialized_decode.attention import index_tuning
 
     # A row's programs take several tiles each.
     index_tuning.MULTIPROCESSORS = 8
-    emulate_projection(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    emulate_projection(patch)
     # What it multiplies queries with is checked elsewhere.
-    fused_index.FusedLinear = PlainProjection  # type: ignore[misc, assignment]
+    plain_projections(patch)
     failures: dict[str, str] = {}
     for name in CASES:
         try:
@@ -167,6 +168,7 @@ def _steps() -> dict[str, Tensor]:
     for number, layer in ours.layers.items():
         chooser = layer.indexer
         four = layer.fused_wqa_wkv, layer.wq_b, layer.wo_a, layer.wo_b
+        own = FusedProjections(*(PlainProjection(linear) for linear in four))
         steps[number] = AttentionStep(
             layer,
             tables,
@@ -177,8 +179,8 @@ def _steps() -> dict[str, Tensor]:
             consumer=overlap if chooser is not None and chooser.candidate_consumer else None,
             aux=aux,
             fused=fused,
-            projections=FusedProjections(*(PlainProjection(linear) for linear in four)),
-            index=FusedIndexer(layer, bins) if chooser is not None else None,
+            projections=own,
+            index=FusedIndexer(layer, bins, own) if chooser is not None else None,
         )
     found: dict[str, Tensor] = {}
     for at in range(mla_interpreted.STEPS):

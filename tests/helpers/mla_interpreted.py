@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -126,7 +127,7 @@ def world() -> World:
 class PlainProjection:
     """A low-batch projection in torch: Gluon has no interpreter. Beside it, sparse MLA inserts where nobody selects."""
 
-    nbytes = 0
+    nbytes, launch = 0, None
 
     def __init__(self, linear: Any) -> None:
         self.linear, self.weight = linear, boundary_reference.prepare(linear.weight, linear.scale)
@@ -141,6 +142,29 @@ class PlainProjection:
 
     def warm(self) -> None:
         """Nothing to compile."""
+
+
+class PlainJoined:
+    """Two of them of one input."""
+
+    def __init__(self, first: PlainProjection, second: PlainProjection) -> None:
+        self.both = first, second
+
+    def __call__(self, x: Tensor, settled: bool = False) -> tuple[Tensor, Tensor]:
+        first, second = self.both
+        return first(x), second(x)
+
+    def warm(self) -> None:
+        """Nothing to compile."""
+
+
+def plain_projections(patch: pytest.MonkeyPatch) -> None:
+    """Selecting layers multiply in torch, but for the index projection, which has a launch of its own then."""
+    from specialized_decode.attention import fused_index, index_tuning
+
+    patch.setattr(fused_index, "FusedLinear", PlainProjection)
+    patch.setattr(fused_index, "JoinedLinear", PlainJoined)
+    patch.setattr(index_tuning, "beside", lambda *_: None)
 
 
 def _steps() -> dict[str, Tensor]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.index_interpreted import emulate_projection
-from tests.helpers.mla_interpreted import PlainProjection, _assembly, interleave_programs
+from tests.helpers.mla_interpreted import PlainProjection, _assembly, interleave_programs, plain_projections
 from tests.helpers.step_interpreted import prepare_interpreter
 from tests.integration.interpreted import ROWS, Decoding, Engine, bytes_of, ragged_batch
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
     """Has the interpreter round as the GPU does, and the executor take the CPU for a GPU that the kernels serve."""
-    from specialized_decode.attention import fused, fused_index, mla_tuning
+    from specialized_decode.attention import fused, mla_tuning
     from specialized_decode.attention.projections import FusedProjections
     from specialized_decode.runtime import executor
 
@@ -29,7 +29,7 @@ def prepare(patch: pytest.MonkeyPatch) -> None:
     for name in ("mla_unsupported", "projections_unsupported", "index_unsupported"):
         patch.setattr(executor, name, lambda attn, device: None)
     emulate_projection(patch)
-    patch.setattr(fused_index, "FusedLinear", PlainProjection)
+    plain_projections(patch)
 
     def projections(attn: Any) -> FusedProjections:
         return FusedProjections(*map(PlainProjection, (attn.fused_wqa_wkv, attn.wq_b, attn.wo_a, attn.wo_b)))
