@@ -74,7 +74,7 @@ def constants(
     settled: bool = False,
 ) -> dict[str, int]:
     """The kernel's compile-time arguments. stride: numbers from a row of the input to the next, None for its width;
-    first: as of `project_fp8`."""
+    first, settled: as of `project_fp8`."""
     return {
         "N": n,
         "K": k,
@@ -156,7 +156,7 @@ class JoinedLinear:
         self.launch = tuning.joined(n, others, k)
 
     def __call__(self, x: Tensor, settled: bool = False) -> tuple[Tensor, Tensor]:
-        """x: [1 to 8, K] bfloat16 -> both layers' outputs [T, N] bfloat16. The launch behind starts with x there."""
+        """x: [1 to 8, K] bfloat16 -> both layers' outputs [T, N] bfloat16. settled: as of `project_fp8`."""
         rows, first = x.shape[0], self.first
         y = project_fp8(x, self.weight, launch=self.launch, first=first, settled=settled).view(-1)
         return y[: rows * first].view(rows, first), y[rows * first :].view(rows, -1)

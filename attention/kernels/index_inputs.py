@@ -18,10 +18,9 @@ LARGEST = tl.constexpr(448.0)
 def _summed(partial, row, rows, first, N: tl.constexpr, SPLITS: tl.constexpr):
     """512 sums [8, 64] of a row from column `first` on."""
     column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :] + first
-    # Past the first-level cache, for those that read it without a wait of their own.
-    total = tl.load(partial + row * N + column, cache_modifier=".cg")
+    total = tl.load(partial + row * N + column)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial + (split * rows + row) * N + column, cache_modifier=".cg")
+        total += tl.load(partial + (split * rows + row) * N + column)
     return total
 
 
