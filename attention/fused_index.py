@@ -157,11 +157,12 @@ class FusedIndexer:
         )
         return y, IndexInputs(partial, self.first_head)
 
-    def queries(self, qr: Tensor, settled: bool = False) -> tuple[Tensor, Tensor | None]:
-        """qr: [T, rank] bfloat16; settled: whether it was there before the launch ahead lets this one start -> the
-        indexer's queries [T, heads * 128] bfloat16 as projected, and the layer's own, None where they have a launch of
-        their own."""
-        return (self.wq_b(qr), None) if self.joined is None else self.joined(qr, settled)
+    def queries(self, qr: Tensor, settled: bool = False) -> tuple[Tensor, Tensor]:
+        """Of a layer that was given its projections. qr: [T, rank] bfloat16; settled: whether it was there before the
+        launch ahead lets this one start -> the indexer's queries [T, heads * 128] bfloat16 as projected, and the
+        layer's own."""
+        assert self.joined is not None
+        return self.joined(qr, settled)
 
     def compress(self, attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> None:
         """The rows' latents into the compressed cache, the keys made of them into the index cache, and the open group's

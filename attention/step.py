@@ -12,7 +12,7 @@ from specialized_decode.attention import index_tuning, mla_tuning, reference
 from specialized_decode.attention.candidates import CandidateOverlap
 from specialized_decode.attention.index_tables import SparseIndexTables
 from specialized_decode.attention.mla import Settled, SparseMlaDecode
-from specialized_decode.attention.projections import FusedProjection, FusedProjections, LowBatchLinear
+from specialized_decode.attention.projections import FusedProjections, LowBatchLinear
 from specialized_decode.attention.views import AttentionView, LayerCaches
 from specialized_decode.boundary import PublishingMxfp8Linear, QuantizedInput, SideStream, StepGates
 
@@ -131,7 +131,7 @@ class AttentionStep:
             selected = self.tables.selected(attn, caches.compressed, caches.window)
         kernel = self.wq_b.kernel(step)
         if self.index is not None and kernel is not None and step.rows <= index_tuning.MAX_ROWS:
-            return self._selecting(fused, self.index, kernel, x, positions, caches, step)
+            return self._selecting(fused, self.index, x, positions, caches, step)
         self._compress(x, positions, caches, step)
         index_weights = self._index_weights(x, step)
         projected = self.fused_wqa_wkv(x, step)
@@ -151,7 +151,6 @@ class AttentionStep:
         self,
         fused: "FusedSparseMla",
         kernels: "FusedIndexer",
-        wq_b: FusedProjection,
         x: Tensor,
         positions: Tensor,
         caches: LayerCaches,
@@ -173,8 +172,6 @@ class AttentionStep:
         if attn.compressor is not None:
             kernels.compress(attn, inputs, positions, caches)
         index_q, q = kernels.queries(qr, settled=attn.compressor is not None)
-        if q is None:
-            q = wq_b(qr)
         selected = self._fused_index(kernels, index_q, inputs, positions, caches, step)
         return fused(attn, self._heads(q), positions, window, selected, Settled.WINDOW)
 

@@ -108,7 +108,7 @@ def indexers(device: torch.device) -> list[Tensor]:
             assert together is not None
             # Behind launches that are done.
             queries = *fused.queries(case.qr), *fused.queries(case.qr, settled=True)
-            found += [together[0], together[1].partial, *(one for one in queries if one is not None)]
+            found += [together[0], together[1].partial, *queries]
             if name == "consumer":
                 flags = torch.rand(case.rows, case.columns, device=device) < 0.5
             # The candidate source, of ratio 1, reads all columns.

@@ -205,25 +205,6 @@ def test_nothing_beside(both: Both, rows: int) -> None:
     compare(both, [12, 11, 0, 5, -1, 10, 3, 9, 4][:rows], 50 + rows, overlap=False)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("joined", [True, False])
-def test_wq_b_s_place(both: Both, joined: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the launch of the indexer's and behind it; every replay gives the same bits."""
-    steps = both.steps[True]
-    for step in steps.steps.values():
-        if step.index is not None and not joined:
-            monkeypatch.setattr(step.index, "joined", None)
-    captured = both._capture(rows, steps, Gates(rows, True, True, True))
-    monkeypatch.setitem(both.captured, (rows, True, True), captured)
-    chosen, seed, first = [12, 11, 0, 5, -1, 10, 3, 9][:rows], 70 + rows, None
-    compare(both, chosen, seed)
-    for _ in range(3):
-        both.restore()
-        found = captured.replayed(chosen, seed)
-        assert first is None or all(same_bits(found[number], first[number]) for number in LAYERS)
-        first = {number: output.clone() for number, output in found.items()}
-
-
 def test_padding_only(both: Both) -> None:
     both.restore()
     for output in both.capture(4, True, True).replayed([-1] * 4, 3).values():

@@ -36,7 +36,10 @@ def step(kernels: FusedIndexer, case: IndexCase) -> None:
     inputs = kernels.project(case.x) if found is None else found[1]
     if case.shape.compressor:
         kernels.compress(case.attn, inputs, case.positions, case.caches)
-    q, _ = kernels.queries(case.qr, settled=case.shape.compressor)
+    if kernels.joined is None:
+        q = kernels.wq_b(case.qr)
+    else:
+        q, _ = kernels.queries(case.qr, settled=case.shape.compressor)
     flags = torch.ones(case.rows, case.columns // case.shape.ratio, dtype=torch.bool)
     for given, full in ((flags, False), (None, True), (None, False)):
         scores = kernels.scores(case.attn, q, inputs, case.positions, case.caches, given, full)
