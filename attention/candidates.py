@@ -1,5 +1,6 @@
 """CandidateOverlap: what the candidate consumers derive from the source's blocks, beside the layers between them."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -35,14 +36,14 @@ class CandidateOverlap:
             with self.stream.fork():
                 self._flags = reference.candidate_flags(blocks, self.block_size, width)
 
-    def choose(self, scores: Tensor, positions: Tensor, ratio: int, blocks: Tensor, step: StepGates) -> None:
-        """After the source's scores [T, width] of rows at positions [T], `ratio` of which make one: chooses blocks
-        [T, count] and expands them, beside what follows where the step may fork."""
+    def choose(self, choose: Callable[[], Tensor], read: tuple[Tensor, ...], step: StepGates) -> None:
+        """After the source's scores: `choose` publishes blocks and returns their flags [T, width]; beside what follows
+        where the step may fork. read: what it reads that this step has made."""
         forks = step.overlap_candidates and step.rows in self.warmed
         with self.stream.fork() if forks else nullcontext():
-            self._flags = reference.choose_candidates(scores, positions, ratio, self.block_size, blocks)
+            self._flags = choose()
         # Another stream reads them: their memory serves nothing else in this step.
-        self._read = scores, positions
+        self._read = read
 
     def join(self, blocks: Tensor, width: int) -> Tensor:
         """The flags [T, width], for a consumer: waits for the fork, or expands here."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused import FusedLinear, JoinedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
+from specialized_decode.attention.kernels.candidates import choose_candidates_kernel
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
@@ -181,9 +182,7 @@ class FusedIndexer:
             enable_fp_fusion=False,
         )
 
-    def _scoring(
-        self, indexer: IndexerView, inputs: IndexInputs, cut: tuning.ScoresCut, full: bool
-    ) -> dict[str, int | None]:
+    def _scoring(self, indexer: IndexerView, inputs: IndexInputs, cut: tuning.ScoresCut) -> dict[str, int | None]:
         """What every launch of scores is compiled for."""
         splits, _, n = inputs.partial.shape
         heads = indexer.num_heads
@@ -195,7 +194,6 @@ class FusedIndexer:
             "RATIO": indexer.ratio,
             "KEYS": cut.keys,
             "HELD": cut.held,
-            "FULL": full,
             "SPREAD": tuning.SPREAD,
             "num_warps": cut.warps,
             "maxnreg": tuning.scores_registers(heads, cut, self.major),
@@ -222,11 +220,10 @@ class FusedIndexer:
         positions: Tensor,
         caches: LayerCaches,
         flags: Tensor | None = None,
-        full: bool = False,
     ) -> Tensor:
         """q: [T, heads * 128] bfloat16, of `wq_b` -> scores [T, n] float32 of all positions that a request may hold, as
-        `reference.index_scores`; but behind a row's own they are left as they were, unless `full`, and padding rows
-        have none. flags: [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
+        `reference.index_scores`; but behind a row's own they are left as they were, and padding rows have none. flags:
+        [T, n] bool, where they are not -inf. Counts them for `top`, which must follow."""
         rows, meta = inputs.partial.shape[1], caches.index
         indexer, heads, width = self._checked(attn, q, rows, meta)
         assert meta is not None and indexer.k_cache is not None
@@ -258,9 +255,46 @@ class FusedIndexer:
             self.bins,
             (heads * indexer.head_dim) ** -0.5,
             FLAGS=flags is not None,
-            **self._scoring(indexer, inputs, cut, full),
+            **self._scoring(indexer, inputs, cut),
         )
         return out
+
+    def choose(
+        self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches, blocks: Tensor
+    ) -> Tensor:
+        """The candidate blocks of `scores`' numbers [T, n], as `reference.candidate_blocks`, but in order of position,
+        into blocks [T, count] int32 -> their flags [T, n] bool; behind the block of a row's newest position they are
+        left as they were. Waits for nothing that is launched with it."""
+        indexer = attn.indexer
+        assert indexer is not None
+        (rows, width), count, size = scores.shape, blocks.shape[1], indexer.candidate_block_size
+        if blocks.dtype != torch.int32 or blocks.shape[0] != rows or blocks.stride(1) != 1:
+            found = f"{blocks.dtype} {list(blocks.shape)}, strides {list(blocks.stride())}"
+            raise ValueError(f"candidate blocks: found {found}, expected int32 [{rows}, count], rows in one piece")
+        total = -(-width // size)
+        columns = -(-total * size // ALIGNED) * ALIGNED
+        flags = torch.empty(rows, columns, dtype=torch.bool, device=scores.device)
+        keys = torch.empty(rows, total if total > count else 0, dtype=torch.int32, device=scores.device)
+        choose_candidates_kernel[(rows,)](
+            scores,
+            scores.stride(0),
+            width,
+            positions,
+            caches.window.slot_mapping,
+            indexer.ratio,
+            # Not read where no row has as many blocks.
+            keys if keys.numel() else self.bins,
+            keys.stride(0),
+            blocks,
+            blocks.stride(0),
+            flags.view(torch.uint8),
+            columns,
+            SIZE=size,
+            COUNT=count,
+            TILE=tuning.CANDIDATES,
+            num_warps=tuning.CANDIDATE_WARPS,
+        )
+        return flags[:, :width]
 
     def top(self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches) -> Tensor:
         """The best of `scores`' numbers into the layer's selection, -1 padded -> their slots in the compressed cache
@@ -333,9 +367,12 @@ class FusedIndexer:
                     self.compress(layer, inputs, positions, caches)
                 width = score_columns(caches.index, layer.indexer.ratio)
                 flags = torch.zeros(rows, width, dtype=torch.bool, device=device)
-                for given, full in ((None, False), (None, True), (flags, False)):
-                    scores = self.scores(layer, q, inputs, positions, caches, given, full)
+                for given in (None, flags):
+                    scores = self.scores(layer, q, inputs, positions, caches, given)
                     self.top(layer, scores, positions, caches)
+                blocks = attn.selection.candidate_blocks
+                if blocks is not None:
+                    self.choose(layer, scores, positions, caches, blocks.new_empty(rows, blocks.shape[1]))
 
 
 def _compressing(attn: AttentionView, inputs: IndexInputs, positions: Tensor, caches: LayerCaches) -> tuple[Any, ...]:

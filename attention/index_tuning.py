@@ -37,6 +37,10 @@ def top_registers(warps: int) -> int:
     return 65536 // 2 // (32 * warps)
 
 
+# The choice of candidate blocks: warps of a row's program, and blocks taken at a time.
+CANDIDATE_WARPS, CANDIDATES = 8, 1024
+
+
 class ScoresCut(NamedTuple):
     """How scores are cut: keys of a tile, warps of its program, programs of a multiprocessor, of up to 32 heads; tiles
     that a program holds ahead of its wait."""

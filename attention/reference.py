@@ -191,26 +191,6 @@ def candidate_flags(blocks: Tensor, size: int, width: int) -> Tensor:
     return flags[:, :total].repeat_interleave(size, 1)[:, :width]
 
 
-def choose_candidates(scores: Tensor, positions: Tensor, ratio: int, size: int, blocks: Tensor) -> Tensor:
-    """`candidate_blocks` of scores [T, width] of rows at positions [T], `ratio` of which make a column, into `blocks`
-    [T, count], and their `candidate_flags`, in fewer ops: each takes room from the launches beside it."""
-    rows, width = scores.shape
-    total, count = -(-width // size), blocks.shape[1]
-    if width % size:
-        scores = torch.nn.functional.pad(scores, (0, total * size - width), value=_NEGATIVE_INFINITY)
-    best = scores.unflatten(1, (total, size)).amax(2)
-    newest = ((positions + 1 - ratio) // (ratio * size)).clamp_min_(0).unsqueeze(1)
-    pinned = torch.where(positions.unsqueeze(1) + 1 >= ratio, float("inf"), _NEGATIVE_INFINITY)
-    best = best.scatter_(1, newest, pinned).nan_to_num_(_NEGATIVE_INFINITY, float("inf"), _NEGATIVE_INFINITY)
-    values, indices = best.sort(dim=1, descending=True, stable=True)
-    chosen, indices = values[:, :count] > _NEGATIVE_INFINITY, indices[:, :count]
-    blocks[:, : chosen.shape[1]] = torch.where(chosen, indices, -1)
-    blocks[:, chosen.shape[1] :] = -1
-    flags = torch.zeros(rows, total + 1, dtype=torch.bool, device=scores.device)
-    flags.scatter_(1, torch.where(chosen, indices, total), True)
-    return flags[:, :total].unsqueeze(2).expand(rows, total, size).flatten(1)[:, :width]
-
-
 def top_positions(scores: Tensor, count: int) -> Tensor:
     """The `count` best positions of each row, [T, count] int32, -1 where there are fewer."""
     return _top(scores, count)

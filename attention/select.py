@@ -75,6 +75,9 @@ def unsupported_indexer(attn: AttentionView) -> str | None:
     topk = attn.selection.topk_indices.shape[1]
     if not 0 < topk <= MAX_TOPK:
         return f"top-k: found {topk}, expected 1 to {MAX_TOPK}"
+    size = indexer.candidate_block_size
+    if attn.selection.candidate_blocks is not None and (size <= 0 or size & (size - 1)):
+        return f"candidate blocks: found {size} positions each, expected a power of two"
     plain = {"weights_proj": indexer.weights_proj.weight}
     if compressor is not None:
         if compressor.ratio not in (1, 2):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -247,13 +248,14 @@ class AttentionStep:
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
-        flags, full = None, source is not None
+        flags = None
         if consumer is not None and blocks is not None:
             width = max(caches.index.max_seq_len // indexer.ratio, 1)
             flags = consumer.join(blocks[: step.rows], width)
-        scores = kernels.scores(attn, q, inputs, positions, caches, flags, full)
+        scores = kernels.scores(attn, q, inputs, positions, caches, flags)
         if source is not None and blocks is not None:
-            source.choose(scores, positions, indexer.ratio, blocks[: step.rows], step)
+            given = attn, scores, positions, caches, blocks[: step.rows]
+            source.choose(partial(kernels.choose, *given), (scores, positions), step)
         slots = kernels.top(attn, scores, positions, caches)
         self.tables.publish(attn.layer_id)
         self.tables.keep(attn, caches.compressed, slots)

@@ -141,14 +141,14 @@ def _leave(score, column, flags, scores, bins, known, FLAGS: tl.constexpr, SPREA
 
 @triton.jit
 def score_tiles(
-    q, weights, rows, row, at, turn, table, cache, stride, log2, flags, scores, width, bins, scale, closed, settled,
+    q, weights, rows, row, at, turn, table, cache, stride, log2, flags, scores, bins, scale, closed, settled,
     program, programs, HEADS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    KEYS: tl.constexpr, HELD: tl.constexpr, FLAGS: tl.constexpr, FULL: tl.constexpr, SPREAD: tl.constexpr,
+    KEYS: tl.constexpr, HELD: tl.constexpr, FLAGS: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """What one of a row's `programs` does, waits included, with columns below `settled`, whose keys are there before
     the wait: those of its first HELD tiles, one or two, are not only asked for but also widened ahead of it, and in
     their place for the multiplication. What lies behind `settled` there, up to `closed`, is read and not used, so that
-    no load waits to know. FULL: -inf behind `closed`."""
+    no load waits to know."""
     tile, step = tl.arange(0, KEYS), programs * KEYS
     start = program * KEYS
     pages, asked, held = (), (), ()
@@ -184,9 +184,6 @@ def score_tiles(
                 codes, key_scale = _keys(page, log2, ahead, ahead < settled)
                 found = _scored(keys, queries, weight)
                 _leave(found, first + tile, flags, scores, bins, settled, FLAGS, SPREAD)
-    if FULL:
-        for first in range(closed + program * KEYS, width, step):
-            tl.store(scores + first + tile, tl.full((KEYS,), float("-inf"), tl.float32), first + tile < width)
 
 
 @triton.jit
@@ -238,7 +235,6 @@ def index_scores_kernel(
     KEYS: tl.constexpr,
     HELD: tl.constexpr,
     FLAGS: tl.constexpr,
-    FULL: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
     """Grid (1 + programs, rows), of which a row's first has the newest keys. q: [rows, HEADS, 128] bfloat16, not
@@ -246,9 +242,8 @@ def index_scores_kernel(
     [positions, 64] float32; owner: [rows] int64, negative for padding; token_to_req: [rows] int32; block_table:
     [requests, n] int32; cache: uint8 pages of 2**log2 index keys (see `attention.reference`), `stride` bytes apart;
     flags: FLAGS alone: [rows, width] uint8, of which 0 scores -inf; scores: [rows, width] float32, up to the row's
-    length, or FULL with -inf behind it; bins: [rows, 4096] int32, to which the numbers found are added, see
-    `count_score`. Rows of flags and scores lie their strides apart. PADDED: a power of two of heads; HELD: see
-    `score_tiles`."""
+    length; bins: [rows, 4096] int32, to which the numbers found are added, see `count_score`. Rows of flags and scores
+    lie their strides apart. PADDED: a power of two of heads; HELD: see `score_tiles`."""
     row = tl.program_id(1).to(tl.int64)
     # Inputs of the step.
     closed = length(positions, owner, row, width, RATIO)
@@ -265,6 +260,6 @@ def index_scores_kernel(
     else:
         score_tiles(
             q, weights, rows, row, at, turn, table, cache, stride, log2, flags + row * flags_stride,
-            scores + row * scores_stride, width, bins + row * BINS, scale, closed, settled, tl.program_id(0) - 1,
-            tl.num_programs(0) - 1, HEADS, PADDED, N, SPLITS, KEYS, HELD, FLAGS, FULL, SPREAD,
+            scores + row * scores_stride, bins + row * BINS, scale, closed, settled, tl.program_id(0) - 1,
+            tl.num_programs(0) - 1, HEADS, PADDED, N, SPLITS, KEYS, HELD, FLAGS, SPREAD,
         )  # fmt: skip

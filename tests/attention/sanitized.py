@@ -30,11 +30,13 @@ from tests.helpers.step_linear import fp8_linear
 PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
 HEADS = (16, 8)
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 333
+LAUNCHES = 326
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
 BATCHES = (*ONE, ((1, 130, 513, 0, 1026, 131, 2, 700), 1), ((513, 512, 0, 2), 2))
+# How many blocks a source of candidates chooses: all that a row holds, and a few.
+CANDIDATES = (2048, 9)
 INDEXED = {"ratio 1": IndexShape(), "ratio 2": IndexShape(ratio=2, states=32), "consumer": IndexShape(compressor=False)}
 
 
@@ -111,12 +113,14 @@ def indexers(device: torch.device) -> list[Tensor]:
             found += [together[0], together[1].partial, *queries]
             if name == "consumer":
                 flags = torch.rand(case.rows, case.columns, device=device) < 0.5
-            # The candidate source, of ratio 1, reads all columns.
-            for full in (False, True) if name == "ratio 1" else (False,):
-                if shape.compressor:
-                    fused.compress(case.attn, inputs, case.positions, case.caches)
-                scores = fused.scores(case.attn, q, inputs, case.positions, case.caches, flags, full)
-                found.append(fused.top(case.attn, scores, case.positions, case.caches))
+            if shape.compressor:
+                fused.compress(case.attn, inputs, case.positions, case.caches)
+            scores = fused.scores(case.attn, q, inputs, case.positions, case.caches, flags)
+            found.append(fused.top(case.attn, scores, case.positions, case.caches))
+            for count in CANDIDATES if name == "ratio 1" else ():
+                blocks = torch.empty(case.rows, count, dtype=torch.int32, device=device)
+                fused.choose(case.attn, scores, case.positions, case.caches, blocks)
+                found.append(blocks)
     return found
 
 

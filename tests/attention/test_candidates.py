@@ -143,22 +143,22 @@ def test_a_fork_that_no_consumer_joins_ends_no_capture() -> None:
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
-    """Beside what follows where the step may fork; the blocks and the flags are the reference's, for all consumers."""
-    generator = torch.Generator().manual_seed(rows)
-    # Of two tokens each; of one more the next position's group is not closed.
-    positions = torch.randint(1, 2 * WIDTH, (rows,), generator=generator)
-    closed = (positions + 1) // 2
-    scores = torch.randn(rows, WIDTH, generator=generator)
-    scores = scores.masked_fill(torch.arange(WIDTH) >= closed.unsqueeze(1), float("-inf"))
+    """Beside what follows where the step may fork; the flags are those that were made, for all consumers."""
     _, overlap = _overlap()
     if warm:
         overlap.warm(rows)
-    blocks = torch.full((rows, COUNT), 77, dtype=torch.int32)
-    overlap.choose(scores, positions, 2, blocks, Gates(rows))
+    blocks, made = torch.full((rows, COUNT), 77, dtype=torch.int32), []
+
+    def choose() -> Tensor:
+        assert overlap.stream.pending == warm
+        blocks.copy_(_blocks(rows))
+        made.append(reference.candidate_flags(blocks, SIZE, WIDTH))
+        return made[-1]
+
+    overlap.choose(choose, (), Gates(rows))
     assert overlap.stream.pending == warm
     flags = overlap.join(blocks, WIDTH)
-    assert torch.equal(blocks, reference.candidate_blocks(scores, closed, SIZE, COUNT))
-    assert flags.tolist() == _flags(blocks) and overlap.join(blocks, WIDTH) is flags
+    assert flags is made[0] and overlap.join(blocks, WIDTH) is flags and len(made) == 1
     assert not overlap.stream.pending
 
 
@@ -168,7 +168,7 @@ def test_what_another_stream_reads_is_kept() -> None:
     overlap.warm(2)
     scores, positions = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH - 1])
     given = [weakref.ref(tensor) for tensor in (scores, positions)]
-    overlap.choose(scores, positions, 1, torch.empty(2, COUNT, dtype=torch.int32), Gates(2))
+    overlap.choose(lambda: torch.zeros(2, WIDTH, dtype=torch.bool), (scores, positions), Gates(2))
     del scores, positions
     assert all(held() is not None for held in given)
     overlap.stream.join()

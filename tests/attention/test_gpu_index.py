@@ -16,6 +16,7 @@ from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from tests.helpers.index_case import (
     IndexCase,
     Shape,
+    assert_chosen,
     assert_compressed,
     assert_in_place,
     assert_projected,
@@ -51,9 +52,9 @@ def check(case: IndexCase, flags: Tensor | None = None) -> None:
         slots = fused.top(case.attn, scores, case.positions, case.caches)
         assert_selected(case, masked, slots)
         assert not fused.bins.any(), "bins are not zero again"
-        full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags, full=True)
-        assert same_bits(full, masked), "scores behind a row's own are not -inf"
-        fused.bins.zero_()
+        if case.shape.blocks:
+            blocks = case.attn.selection.candidate_blocks[: case.rows]
+            assert_chosen(case, masked, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
 
 
 @pytest.mark.parametrize("at", range(len(tuning.CUTS)))
@@ -130,6 +131,20 @@ def test_consumer(rows: int) -> None:
     check(case, flags)
 
 
+@pytest.mark.parametrize("longest", [0, 200_000])
+@pytest.mark.parametrize("contexts", [(8192,), (24576,), (16384, 16385, 16392, 16393, 20001, 0, 1, 24576)], ids=str)
+def test_candidate_source(contexts: tuple[int, ...], longest: int) -> None:
+    """At and beyond as many positions as the release's candidates hold; graphs are captured for longer ones."""
+    check(IndexCase(Shape(blocks=2048, longest=longest), contexts, len(contexts), DEVICE))
+
+
+def test_many_candidates() -> None:
+    """A row of many tiles of blocks, next to short ones; and blocks of other sizes."""
+    check(IndexCase(Shape(blocks=2048), (150_001, 16385, 3), 7, DEVICE))
+    check(IndexCase(Shape(blocks=2048, size=1), (2049, 24576), 7, DEVICE))
+    check(IndexCase(Shape(blocks=3, size=64, ratio=2, states=32), (24576, 1, 385), 7, DEVICE))
+
+
 def test_wide_maximum() -> None:
     """Far beyond what the rows hold; launches are cut by it."""
     check(IndexCase(Shape(longest=200_000), (8192, 5, 0), 1, DEVICE))
@@ -141,12 +156,13 @@ def test_small_widths() -> None:
 
 
 def test_ties() -> None:
-    """Scores that repeat: of equal ones the earlier positions are chosen."""
-    case = IndexCase(Shape(longest=26000), (24576, 8192, 512, 40, 5000, 1, 513, 1025), 5, DEVICE)
-    fused = FusedIndexer(case.attn, fused_bins(DEVICE))
+    """Scores that repeat: of equal ones the earlier positions, and blocks, are chosen."""
+    case = IndexCase(Shape(longest=26000, blocks=300), (24576, 8192, 512, 40, 5000, 1, 513, 1025), 5, DEVICE)
+    fused, blocks = FusedIndexer(case.attn, fused_bins(DEVICE)), case.attn.selection.candidate_blocks[: case.rows]
     for scores in tied_scores(case).values():
         fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
         assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
+        assert_chosen(case, scores, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
     for times in (0, 3):
         # Counts that are not the scores': nothing is read or written that is not theirs.
         scores = tied_scores(case)["few"]
@@ -230,7 +246,7 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **found: compiled.append(str(found)))
-    for shape in (*RATIOS.values(), Shape(compressor=False)):
+    for shape in (replace(RATIOS[1], blocks=2048), RATIOS[2], Shape(compressor=False)):
         kernels = None
         for rows, longest in product(range(1, tuning.MAX_ROWS + 1), (0, 20000)):
             case = IndexCase(replace(shape, longest=longest), (700,) * rows, rows, DEVICE)
@@ -252,8 +268,10 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
             scores = kernels.scores(case.attn, q, inputs, case.positions, case.caches)
             kernels.top(case.attn, scores, case.positions, case.caches)
             flags = torch.ones_like(scores, dtype=torch.bool)
-            for given, full in ((flags, False), (None, True)):
-                kernels.scores(case.attn, case.q, inputs, case.positions, case.caches, given, full)
+            kernels.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
+            if shape.blocks:
+                blocks = case.attn.selection.candidate_blocks[:rows]
+                kernels.choose(case.attn, scores, case.positions, case.caches, blocks)
             assert compiled == [], f"{rows} rows, ratio {shape.ratio}"
 
 
@@ -268,3 +286,7 @@ def test_other_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"candidates: found torch.uint8"):
         flags = torch.zeros(2, 7, dtype=torch.uint8, device=DEVICE)
         fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
+    scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches)
+    with pytest.raises(ValueError, match=r"candidate blocks: found torch.int64 \[2, 9\]"):
+        blocks = torch.zeros(2, 9, dtype=torch.int64, device=DEVICE)
+        fused.choose(case.attn, scores, case.positions, case.caches, blocks)

@@ -9,6 +9,7 @@ import pytest
 
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused_index import all_constants, projection_constants
+from specialized_decode.attention.kernels.candidates import choose_candidates_kernel
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
@@ -94,8 +95,22 @@ TOP = {
     "out_stride": "i32",
     "slots": "*i64",
 }
+CHOOSE = {
+    "scores": "*fp32",
+    "scores_stride": "i32",
+    "width": "i32",
+    "positions": "*i64",
+    "owner": "*i64",
+    "ratio": "i32",
+    "keys": "*i32",
+    "keys_stride": "i32",
+    "blocks": "*i32",
+    "blocks_stride": "i32",
+    "flags": "*u8",
+    "flags_stride": "i32",
+}
 # Numbers that are multiples of 16 at a launch.
-ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride"}
+ALIGNED = {"ring_stride", "stride", "index_stride", "scores_stride", "out_stride", "flags_stride"}
 
 
 def launch_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any) -> Variant:
@@ -121,13 +136,13 @@ def variants() -> dict[str, Variant]:
             variant = launch_of(compress_kernel, COMPRESS, constants, tuning.COMPRESS_WARPS, **unfused)
             if ratio:
                 found[f"compressor, ratio {ratio}, {splits} splits"] = variant
-        kinds = {2: ((False, False),), 1: ((False, False), (False, True)), 0: ((True, False),)}
-        for (flags, full), cut in product(kinds[ratio], tuning.CUTS):
+        flags = ratio == 0
+        for cut in tuning.CUTS:
             constants = {
                 "HEADS": HEADS, "PADDED": 32, "N": n, "SPLITS": beside.splits, "RATIO": max(ratio, 1), "KEYS": cut.keys,
-                "HELD": cut.held, "FLAGS": flags, "FULL": full, "SPREAD": tuning.SPREAD,
+                "HELD": cut.held, "FLAGS": flags, "SPREAD": tuning.SPREAD,
             }  # fmt: skip
-            name = f"scores, ratio {ratio}, flags {flags}, full {full}, {tuple(cut)}"
+            name = f"scores, ratio {ratio}, flags {flags}, {tuple(cut)}"
             # The compiler's limit is the architecture's: see `compiled`.
             found[name] = launch_of(index_scores_kernel, SCORES, constants, cut.warps, **unfused, maxnreg=cut)
     for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
@@ -139,9 +154,14 @@ def variants() -> dict[str, Variant]:
         }  # fmt: skip
         name = f"best, ratio {ratio}, {warps} warps, bins over {spread}"
         found[name] = launch_of(top_positions_kernel, TOP, constants, warps, maxnreg=tuning.top_registers(warps))
+    constants = {"SIZE": 8, "COUNT": 2048, "TILE": tuning.CANDIDATES}
+    # Of any ratio.
+    found[CHOICE] = launch_of(choose_candidates_kernel, CHOOSE, constants, tuning.CANDIDATE_WARPS, launch_pdl=False)
     return found
 
 
+# Beside the others' stream, behind a fork.
+CHOICE = "candidates, ratio 2"
 VARIANTS = variants()
 
 
@@ -172,7 +192,7 @@ LAUNCHES = [(name, one) for name in VARIANTS for one in architectures(name)]
 
 def test_every_kernel_is_compiled_for_all() -> None:
     kernels = {VARIANTS[name].kernel for name in VARIANTS}
-    assert len(kernels) == 5
+    assert len(kernels) == 6
     for one in ARCHITECTURES:
         assert {VARIANTS[name].kernel for name, architecture in LAUNCHES if architecture == one} == kernels
 
@@ -183,7 +203,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     kernel = compiled(variant, architecture)
     assert_fits(f"{name}, compute capability {architecture}", resources(kernel, tmp_path), variant.warps)
     ptx = kernel.asm["ptx"]
-    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+    assert ("griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx) == (name != CHOICE)
 
 
 @pytest.mark.parametrize("ratio", [2, 1, 0])

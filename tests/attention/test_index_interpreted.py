@@ -19,7 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches(name: str, found: dict[str, Any]) -> None:
-    """Projection, compressor, scores and selection; see `index_case`'s assertions."""
+    """Projection, compressor, scores, selection and candidates; see `index_case`'s assertions."""
     assert found["failures"].get(name) is None, found["failures"][name]
 
 
@@ -41,6 +41,10 @@ def test_whole_steps(found: dict[str, Any]) -> None:
         selected = plain.selection.topk_indices[: len(CHOSEN)]
         assert torch.equal(outputs[f"{at} selected"][live].sort(1).values, selected[live].sort(1).values)
         assert (outputs[f"{at} selected"][~live] == -1).all()
+        assert plain.selection.candidate_blocks is not None
+        blocks = plain.selection.candidate_blocks[: len(CHOSEN)]
+        assert torch.equal(outputs[f"{at} candidates"][live].sort(1).values, blocks[live].sort(1).values)
+        assert (outputs[f"{at} candidates"][~live] == -1).all()
     state = plain.state()
     for name in ("window caches", "compressed caches"):
         different = (outputs[name] != state[name]).float().mean()

@@ -82,23 +82,26 @@ def weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     return SimpleNamespace(weight=torch.empty(shape, dtype=dtype, device="meta"), scale=scale)
 
 
-def layer(ratio: int = 2, topk: int = 512, **changes: Any) -> Any:
-    """Of ratio 0: one without a compressor."""
+def layer(ratio: int = 2, topk: int = 512, blocks: bool = True, **changes: Any) -> Any:
+    """Of ratio 0: one without a compressor. blocks: whether the model has candidates."""
     compressor = SimpleNamespace(ratio=ratio, fused_wkv_wgate=weight(512 * ratio, 5120)) if ratio else None
     values = {
         "num_heads": 32,
         "head_dim": 128,
+        "candidate_block_size": 8,
         "wq_b": weight(4096, 1280, dtype=torch.float8_e4m3fn),
         "weights_proj": weight(32, 5120),
         "wk": weight(128, 512),
     }
-    selection = SimpleNamespace(topk_indices=torch.empty(3, topk))
+    candidates = torch.empty(3, 2048) if blocks else None
+    selection = SimpleNamespace(topk_indices=torch.empty(3, topk), candidate_blocks=candidates)
     return SimpleNamespace(indexer=SimpleNamespace(**{**values, **changes}), compressor=compressor, selection=selection)
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 2])
 def test_layers_that_are_served(ratio: int) -> None:
     assert select.unsupported_indexer(layer(ratio)) is None
+    assert select.unsupported_indexer(layer(ratio, blocks=False, candidate_block_size=0)) is None
     assert select.index_unsupported(layer(ratio), torch.device("cpu")) == "device: found cpu, expected cuda"
 
 
@@ -109,6 +112,7 @@ def test_layers_that_are_served(ratio: int) -> None:
         (layer(head_dim=64), "indexer: found 32 heads of 64 columns, expected 1 to 64 of 128"),
         (layer(num_heads=65), "indexer: found 65 heads of 128 columns"),
         (layer(topk=4096), "top-k: found 4096, expected 1 to 2048"),
+        (layer(candidate_block_size=12), "candidate blocks: found 12 positions each, expected a power of two"),
         (layer(ratio=3), "compressor: found ratio 3, expected 1 or 2"),
         (layer(weights_proj=weight(32, 5120, dtype=torch.float32)), "weights_proj: found torch.float32"),
         (layer(wk=weight(128, 512, dtype=torch.float8_e4m3fn)), "wk: found torch.float8_e4m3fn"),

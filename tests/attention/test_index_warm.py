@@ -16,7 +16,7 @@ from tests.helpers.index_case import IndexCase, Shape
 from tests.helpers.step_linear import fp8_linear
 
 CPU = torch.device("cpu")
-SHAPES = {"ratio 1": Shape(), "ratio 2": Shape(ratio=2, states=32), "consumer": Shape(compressor=False)}
+SHAPES = {"ratio 1": Shape(blocks=2048), "ratio 2": Shape(ratio=2, states=32), "consumer": Shape(compressor=False)}
 Launches = set[tuple[str, frozenset[tuple[str, Any]]]]
 
 
@@ -41,9 +41,12 @@ def step(kernels: FusedIndexer, case: IndexCase) -> None:
     else:
         q, _ = kernels.queries(case.qr, settled=case.shape.compressor)
     flags = torch.ones(case.rows, case.columns // case.shape.ratio, dtype=torch.bool)
-    for given, full in ((flags, False), (None, True), (None, False)):
-        scores = kernels.scores(case.attn, q, inputs, case.positions, case.caches, given, full)
+    for given in (flags, None):
+        scores = kernels.scores(case.attn, q, inputs, case.positions, case.caches, given)
         kernels.top(case.attn, scores, case.positions, case.caches)
+    if case.shape.blocks:
+        blocks = case.attn.selection.candidate_blocks[: case.rows]
+        kernels.choose(case.attn, scores, case.positions, case.caches, blocks)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -67,4 +70,5 @@ def test_no_step_launches_what_is_not_compiled(shape: Shape, together: bool) -> 
                 "top_positions_kernel",
                 "projection_kernel",
             }
+            assert ("choose_candidates_kernel" in {name for name, _ in launches}) == (shape.blocks > 0)
             assert launches <= warmed, f"{rows} rows: {launches - warmed}"

@@ -20,7 +20,7 @@ KV_RECORD, KEY_RECORD, RING_ROWS = 584, 132, 8
 @dataclass(frozen=True)
 class Shape:
     """Of a layer; compressor: whether it has one; count: rows of a request; longest: the batch's padded maximum, 0 for
-    no more than it holds."""
+    no more than it holds; blocks, size: of a candidate source, how many blocks it publishes and their positions."""
 
     ratio: int = 1
     hidden: int = 5120
@@ -31,6 +31,8 @@ class Shape:
     compressor: bool = True
     count: int = 1
     longest: int = 0
+    blocks: int = 0
+    size: int = 8
 
 
 @dataclass
@@ -63,7 +65,7 @@ class IndexCase(DecodeBatch):
             compressed_cache=self.kv_cache,
             compressor=self._compressor() if shape.compressor else None,
             indexer=self._indexer(),
-            selection=SimpleNamespace(topk_indices=self.selection, candidate_blocks=None),
+            selection=SimpleNamespace(topk_indices=self.selection, candidate_blocks=self._candidate_blocks()),
         )
         self.x = self.normal(self.rows, shape.hidden).bfloat16()
         self.q = (2 * self.normal(self.rows, shape.heads * 128)).bfloat16()
@@ -100,6 +102,7 @@ class IndexCase(DecodeBatch):
             num_heads=shape.heads,
             head_dim=128,
             ratio=shape.ratio,
+            candidate_block_size=shape.size,
             eps=1e-20,
             wq_b=fp8_linear(self.seed, shape.heads * 128, shape.q_rank, shape.q_rank**-0.5, self.device),
             weights_proj=self._plain(shape.heads, shape.hidden),
@@ -107,6 +110,11 @@ class IndexCase(DecodeBatch):
             k_norm=(1 + 0.2 * self.normal(128)).bfloat16() if shape.compressor else None,
             k_cache=self.key_cache,
         )
+
+    def _candidate_blocks(self) -> Tensor | None:
+        """Rows behind the batch's too; None of a layer that is no candidate source."""
+        shape = self.rows + 3, self.shape.blocks
+        return torch.full(shape, 12345, dtype=torch.int32, device=self.device) if self.shape.blocks else None
 
     def _cache(self, record: int) -> tuple[Tensor, CacheMetadata]:
         """A cache that is the middle one of three in its blocks, all of whose bytes are 255, and its metadata. Blocks
@@ -256,6 +264,22 @@ def assert_in_place(case: IndexCase, slots: Tensor) -> None:
     assert (case.selection[case.rows :] == 12345).all(), "a row behind the batch's was written"
     table = ReferenceTables().selected(case.caches.compressed, found.contiguous(), case.caches.window)
     assert torch.equal(slots, table), "slots are elsewhere"
+
+
+def assert_chosen(case: IndexCase, scores: Tensor, flags: Tensor) -> None:
+    """The candidate blocks that the kernel left of scores [T, n], -inf behind a row's own, and the flags that it made:
+    those that the reference chooses, in order of position, -1 behind them; nothing behind the batch's rows is
+    touched."""
+    blocks, size, closed = case.attn.selection.candidate_blocks, case.shape.size, closed_groups(case)
+    expected = reference.candidate_blocks(scores, closed, size, blocks.shape[1])
+    last = torch.iinfo(torch.int32).max
+    ordered = torch.where(expected < 0, last, expected).sort(1).values
+    assert torch.equal(blocks[: case.rows], torch.where(ordered == last, -1, ordered)), "other blocks are chosen"
+    assert (blocks[case.rows :] == 12345).all(), "a row behind the batch's was written"
+    assert flags.dtype == torch.bool and flags.shape == scores.shape
+    held = torch.arange(flags.shape[1], device=flags.device) < closed.unsqueeze(1)
+    wanted = reference.candidate_flags(expected, size, flags.shape[1])
+    assert torch.equal(flags & held, wanted & held), "other positions are flagged"
 
 
 def tied_scores(case: IndexCase) -> dict[str, Tensor]:

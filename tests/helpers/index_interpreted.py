@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.helpers.index_case import (
     IndexCase,
     Shape,
+    assert_chosen,
     assert_compressed,
     assert_in_place,
     assert_projected,
@@ -39,6 +40,9 @@ CASES: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "drafts, ratio 2": (Shape(ratio=2, hidden=320, count=3, states=32), (703, 2)),
     "small widths": (Shape(ratio=2, states=32, **SMALL), (1, 47, 48, 49, 0, 96)),
     "wide maximum": (Shape(hidden=320, longest=4000), (600, 7)),
+    "as many blocks as candidates": (Shape(hidden=320, blocks=80, longest=700), (1, 8, 9, 633, 640, 0)),
+    "more blocks than candidates": (Shape(hidden=320, blocks=80), (641, 648, 649, 4096, 0, 5)),
+    "blocks, ratio 2": (Shape(ratio=2, states=32, blocks=5, size=4, **SMALL), (1, 2, 40, 41, 42, 0, 96)),
 }
 WITH_FLAGS = ("around the window", "around the top-k", "past the candidates", "padding alone", "small widths")
 
@@ -101,9 +105,9 @@ def _check(name: str) -> None:
     masked = assert_scored(case, scores, heads)
     assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
     assert not fused.bins.any(), "bins are not zero again"
-    full = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, full=True)
-    assert torch.equal(full, masked), "scores behind a row's own are not -inf"
-    fused.bins.zero_()
+    if case.shape.blocks:
+        blocks = case.attn.selection.candidate_blocks[: case.rows]
+        assert_chosen(case, masked, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
     if name in WITH_FLAGS:
         flags = torch.rand(masked.shape, generator=case.generator) < 0.3
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
@@ -112,16 +116,19 @@ def _check(name: str) -> None:
 
 
 def _ties() -> list[str]:
-    """Selections of scores that repeat: all equal, of few values, of both zeros, and with numbers that are none."""
+    """Selections and candidates of scores that repeat: all equal, of few values, of both zeros, and with numbers that
+    are none."""
     from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 
-    case = IndexCase(Shape(hidden=320, longest=6000), (40, 512, 2500, 6000), 5)
+    case = IndexCase(Shape(hidden=320, longest=6000, blocks=200), (40, 512, 2500, 6000), 5)
+    blocks = case.attn.selection.candidate_blocks[: case.rows]
     fused = FusedIndexer(case.attn, fused_bins(case.device))
     failures = []
     for name, scores in tied_scores(case).items():
         fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
         try:
             assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
+            assert_chosen(case, scores, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
         except AssertionError as error:
             failures.append(f"{name}: {error}")
     for times in (0, 3):
@@ -192,6 +199,8 @@ def _steps() -> dict[str, Tensor]:
         overlap.stream.join()
         found |= {f"{at} {number}": outputs[number] for number in LAYERS}
         found[f"{at} selected"] = ours.selection.topk_indices[: gates.rows].clone()
+        assert ours.selection.candidate_blocks is not None
+        found[f"{at} candidates"] = ours.selection.candidate_blocks[: gates.rows].clone()
     assert tables.built == 1 + sum(layer.indexer is not None for layer in ours.layers.values())
     return {**found, **ours.state()}
 
