@@ -1,8 +1,5 @@
 """CandidateOverlap: what the candidate consumers derive from the source's blocks, beside the layers between them."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
-
 from torch import Tensor
 
 from specialized_decode.attention import reference
@@ -20,11 +17,10 @@ class CandidateOverlap:
         self.stream, self.block_size = stream, block_size
         self.warmed: set[int] = set()
         self._flags: Tensor | None = None
-        self._read: tuple[Tensor, ...] = ()
 
     def reset(self) -> None:
         """Starts a step."""
-        self._flags, self._read = None, ()
+        self._flags = None
 
     def warm(self, rows: int) -> None:
         """Makes row count `rows` forkable; runs before each capture, outside it. The reference op compiles nothing."""
@@ -36,14 +32,9 @@ class CandidateOverlap:
             with self.stream.fork():
                 self._flags = reference.candidate_flags(blocks, self.block_size, width)
 
-    def choose(self, choose: Callable[[], Tensor], read: tuple[Tensor, ...], step: StepGates) -> None:
-        """After the source's scores: `choose` publishes blocks and returns their flags [T, width]; beside what follows
-        where the step may fork. read: what it reads that this step has made."""
-        forks = step.overlap_candidates and step.rows in self.warmed
-        with self.stream.fork() if forks else nullcontext():
-            self._flags = choose()
-        # Another stream reads them: their memory serves nothing else in this step.
-        self._read = read
+    def keep(self, flags: Tensor) -> None:
+        """The flags [T, width] that the source's own launch has made, on the caller's stream."""
+        self._flags = flags
 
     def join(self, blocks: Tensor, width: int) -> Tensor:
         """The flags [T, width], for a consumer: waits for the fork, or expands here."""

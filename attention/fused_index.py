@@ -9,7 +9,6 @@ from torch import Tensor
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused import FusedLinear, JoinedLinear
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
-from specialized_decode.attention.kernels.candidates import choose_candidates_kernel
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import BINS, index_scores_kernel
@@ -259,46 +258,25 @@ class FusedIndexer:
         )
         return out
 
-    def choose(
-        self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches, blocks: Tensor
-    ) -> Tensor:
-        """The candidate blocks of `scores`' numbers [T, n], as `reference.candidate_blocks`, but in order of position,
-        into blocks [T, count] int32 -> their flags [T, n] bool; behind the block of a row's newest position they are
-        left as they were. Waits for nothing that is launched with it."""
-        indexer = attn.indexer
-        assert indexer is not None
-        (rows, width), count, size = scores.shape, blocks.shape[1], indexer.candidate_block_size
-        if blocks.dtype != torch.int32 or blocks.shape[0] != rows or blocks.stride(1) != 1:
-            found = f"{blocks.dtype} {list(blocks.shape)}, strides {list(blocks.stride())}"
-            raise ValueError(f"candidate blocks: found {found}, expected int32 [{rows}, count], rows in one piece")
-        total = -(-width // size)
-        columns = -(-total * size // ALIGNED) * ALIGNED
-        flags = torch.empty(rows, columns, dtype=torch.bool, device=scores.device)
-        keys = torch.empty(rows, total if total > count else 0, dtype=torch.int32, device=scores.device)
-        choose_candidates_kernel[(rows,)](
-            scores,
-            scores.stride(0),
-            width,
-            positions,
-            caches.window.slot_mapping,
-            indexer.ratio,
-            # Not read where no row has as many blocks.
-            keys if keys.numel() else self.bins,
-            keys.stride(0),
-            blocks,
-            blocks.stride(0),
-            flags.view(torch.uint8),
-            columns,
-            SIZE=size,
-            COUNT=count,
-            TILE=tuning.CANDIDATES,
-            num_warps=tuning.CANDIDATE_WARPS,
-        )
-        return flags[:, :width]
-
     def top(self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches) -> Tensor:
         """The best of `scores`' numbers into the layer's selection, -1 padded -> their slots in the compressed cache
         [T, topk] int64, -1 for none."""
+        slots, _ = self._top(attn, scores, positions, caches, None)
+        return slots
+
+    def choose(
+        self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches, blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `top`, of a candidate source, in the same launch with its choice: as `reference.candidate_blocks`, but in
+        order of position, into blocks [T, count] int32 -> the slots, and the blocks' flags [T, n] bool; behind the
+        block of a row's newest position they are left as they were."""
+        slots, flags = self._top(attn, scores, positions, caches, blocks)
+        assert flags is not None
+        return slots, flags
+
+    def _top(
+        self, attn: AttentionView, scores: Tensor, positions: Tensor, caches: LayerCaches, blocks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         assert attn.indexer is not None and caches.compressed is not None
         meta, selection = caches.compressed, attn.selection.topk_indices
         (rows, width), topk = scores.shape, selection.shape[1]
@@ -310,9 +288,16 @@ class FusedIndexer:
         if width > MAX_WIDTH:
             raise ValueError(f"scores: found {width} positions a row, expected up to {MAX_WIDTH}")
         slots = torch.empty(rows, topk, dtype=torch.int64, device=scores.device)
+        size, count, flags = 1, 0, None
+        # What a launch that chooses nothing does not read.
+        choice = self.bins, 0, self.bins, 0, self.bins.view(torch.uint8), 0
+        if blocks is not None:
+            size, count = attn.indexer.candidate_block_size, blocks.shape[1]
+            flags, keys = _choice(scores, blocks, size)
+            choice = keys, keys.stride(0), blocks, blocks.stride(0), flags.view(torch.uint8), flags.stride(0)
         padded = 1 << (topk - 1).bit_length()
         room = max(padded, 2 * tuning.FEW_TIES)
-        top_positions_kernel[(rows,)](
+        top_positions_kernel[(rows, 1 + (count > 0))](
             scores,
             scores.stride(0),
             width,
@@ -327,6 +312,7 @@ class FusedIndexer:
             selection,
             selection.stride(0),
             slots,
+            *choice,
             RATIO=attn.indexer.ratio,
             TOPK=topk,
             TOPK_PADDED=padded,
@@ -340,11 +326,14 @@ class FusedIndexer:
             RIVALS=tuning.RIVALS,
             LONG=tuning.LONG,
             SPREAD=tuning.SPREAD,
+            SIZE=size,
+            COUNT=count,
+            BLOCKS=tuning.CANDIDATES,
             num_warps=tuning.TOP_WARPS,
             maxnreg=tuning.top_registers(tuning.TOP_WARPS),
             launch_pdl=True,
         )
-        return slots
+        return slots, flags if flags is None else flags[:, :width]
 
     def warm(self, attn: AttentionView) -> None:
         """Compiles and loads all that a step of this layer can launch, over caches of its own. Not in a capture."""
@@ -371,7 +360,7 @@ class FusedIndexer:
                     scores = self.scores(layer, q, inputs, positions, caches, given)
                     self.top(layer, scores, positions, caches)
                 blocks = attn.selection.candidate_blocks
-                if blocks is not None:
+                if blocks is not None and layer.indexer.candidate_source:
                     self.choose(layer, scores, positions, caches, blocks.new_empty(rows, blocks.shape[1]))
 
 
@@ -419,6 +408,20 @@ def _compressing(attn: AttentionView, inputs: IndexInputs, positions: Tensor, ca
 def _score_rows(rows: int, width: int, device: torch.device) -> Tensor:
     """Room for scores [rows, width] float32."""
     return torch.empty(rows, -(-width // ALIGNED) * ALIGNED, dtype=torch.float32, device=device)[:, :width]
+
+
+def _choice(scores: Tensor, blocks: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Room for the flags of scores [T, n] bool, whole blocks of `size`, and for the blocks' numbers. Raises ValueError
+    for blocks [T, count] that the choice would not fit."""
+    rows, width = scores.shape
+    if blocks.dtype != torch.int32 or blocks.shape[0] != rows or blocks.stride(1) != 1:
+        found = f"{blocks.dtype} {list(blocks.shape)}, strides {list(blocks.stride())}"
+        raise ValueError(f"candidate blocks: found {found}, expected int32 [{rows}, count], rows in one piece")
+    total = -(-width // size)
+    flags = torch.empty(rows, -(-total * size // ALIGNED) * ALIGNED, dtype=torch.bool, device=scores.device)
+    # Not read where no row has more blocks than are chosen.
+    keys = torch.empty(rows, total if total > blocks.shape[1] else 1, dtype=torch.int32, device=scores.device)
+    return flags, keys
 
 
 def score_columns(meta: CacheView, ratio: int) -> int:

@@ -37,8 +37,8 @@ def top_registers(warps: int) -> int:
     return 65536 // 2 // (32 * warps)
 
 
-# The choice of candidate blocks: warps of a row's program, and blocks taken at a time.
-CANDIDATE_WARPS, CANDIDATES = 8, 1024
+# Candidate blocks that a row's program takes at a time.
+CANDIDATES = 1024
 
 
 class ScoresCut(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -254,9 +253,10 @@ class AttentionStep:
             flags = consumer.join(blocks[: step.rows], width)
         scores = kernels.scores(attn, q, inputs, positions, caches, flags)
         if source is not None and blocks is not None:
-            given = attn, scores, positions, caches, blocks[: step.rows]
-            source.choose(partial(kernels.choose, *given), (scores, positions), step)
-        slots = kernels.top(attn, scores, positions, caches)
+            slots, chosen = kernels.choose(attn, scores, positions, caches, blocks[: step.rows])
+            source.keep(chosen)
+        else:
+            slots = kernels.top(attn, scores, positions, caches)
         self.tables.publish(attn.layer_id)
         self.tables.keep(attn, caches.compressed, slots)
         return slots

@@ -1,8 +1,7 @@
 """The candidate source's blocks of positions: those whose best score is among the largest, and a flag a position.
 
-A program has a row, so that the launch takes little room from what runs beside it. A row of no more blocks than are
-chosen takes them all, in one pass. Of a longer one the last block's number is found by its bits, eight at a time; of
-blocks that are alike the earlier are chosen.
+A row of no more blocks than are chosen takes them all, in one pass. Of a longer one the last block's number is found by
+its bits, eight at a time; of blocks that are alike the earlier are chosen.
 """
 
 import triton
@@ -63,36 +62,15 @@ def _keep(blocks, flags, block, chosen, held, taken, SIZE: tl.constexpr):
     return taken + tl.sum(ones, 0)
 
 
-@triton.jit(do_not_specialize=["width", "ratio", "keys_stride", "blocks_stride"])
-def choose_candidates_kernel(
-    scores,
-    scores_stride,
-    width,
-    positions,
-    owner,
-    ratio,
-    keys,
-    keys_stride,
-    blocks,
-    blocks_stride,
-    flags,
-    flags_stride,
-    SIZE: tl.constexpr,
-    COUNT: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Grid (rows). scores: [rows, width] float32, up to a row's length; positions: [rows] int64, `ratio` of which make
-    a column; owner: [rows] int64, negative for padding, which has no blocks; keys: [rows, blocks of a row] int32,
-    scratch, of rows of more than COUNT blocks alone. blocks: [rows, COUNT] int32, the chosen in order, -1 padded;
-    flags: [rows, blocks of a row * SIZE] uint8, 1 for a chosen block's columns and 0 for others, up to the block of the
-    row's newest. Rows of each lie their strides apart. SIZE: columns of a block, TILE: blocks taken at a time; powers
-    of two."""
-    row = tl.program_id(0).to(tl.int64)
-    closed = tl.minimum((tl.load(positions + row) + 1) // ratio, width)
-    closed = tl.where(tl.load(owner + row) >= 0, closed, 0).to(tl.int32)
+@triton.jit
+def choose_row(
+    scores, closed, keys, blocks, flags, SIZE: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """What a row's program does behind its wait. scores: [closed] float32; keys: [blocks of the row] int32, scratch,
+    of a row of more than COUNT blocks alone. blocks: [COUNT] int32, the chosen in order, -1 padded; flags: uint8, 1 for
+    a chosen block's columns and 0 for others, up to the last block that has one of `closed`. SIZE: columns of a block,
+    TILE: blocks taken at a time; powers of two."""
     held = tl.cdiv(closed, SIZE)
-    scores, keys = scores + row * scores_stride, keys + row * keys_stride
-    blocks, flags = blocks + row * blocks_stride, flags + row * flags_stride
     tile, taken = tl.arange(0, TILE), tl.full((), 0, tl.int32)
     if held <= COUNT:
         for start in range(0, held, TILE):

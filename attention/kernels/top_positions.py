@@ -3,12 +3,14 @@
 The scores' launch has counted them by their bins. What lies above the bin that the last of the best is in is chosen at
 once; the bin's own are listed. Each of a short list counts those ahead of it, which is its place; a long list is
 settled by their bits, five at a time. A program has a row, so that what it does for each score counts: two comparisons,
-and one store of those few that are chosen or listed. Pages are looked up for those alone.
+and one store of those few that are chosen or listed. Pages are looked up for those alone. Meanwhile a second program
+of each row of a candidate source chooses blocks.
 """
 
 import triton
 import triton.language as tl
 
+from specialized_decode.attention.kernels.candidates import choose_row
 from specialized_decode.attention.kernels.index_scores import BINS, length, lowest_of, ordered
 
 DIGIT = tl.constexpr(5)
@@ -81,59 +83,20 @@ def _keep(out, slots, place, table, column, log2, chosen):
     tl.store(slots + place, (page.to(tl.int64) << log2) + (column & ((1 << log2) - 1)), chosen)
 
 
-@triton.jit(do_not_specialize=["width", "out_stride", "table_stride", "log2"])
-def top_positions_kernel(
-    scores,
-    scores_stride,
-    width,
-    positions,
-    owner,
-    bins,
-    entries,
-    token_to_req,
-    block_table,
-    table_stride,
-    log2,
-    out,
-    out_stride,
-    slots,
-    RATIO: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PADDED: tl.constexpr,
-    STRIPE: tl.constexpr,
-    STRIPES: tl.constexpr,
-    PART: tl.constexpr,
-    ROOM: tl.constexpr,
-    FEW: tl.constexpr,
-    SHORT: tl.constexpr,
-    TILE: tl.constexpr,
-    RIVALS: tl.constexpr,
-    LONG: tl.constexpr,
+@triton.jit
+def _select_row(
+    scores, room, closed, bins, entries, table, log2, out, slots, page,
+    TOPK: tl.constexpr, TOPK_PADDED: tl.constexpr, STRIPE: tl.constexpr, STRIPES: tl.constexpr, PART: tl.constexpr,
+    FEW: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr, RIVALS: tl.constexpr, LONG: tl.constexpr,
     SPREAD: tl.constexpr,
-):
-    """Grid (rows). scores: [rows, width] float32, `scores_stride` apart, up to a row's length; positions: [rows] int64;
-    owner: [rows] int64, negative for padding; bins: [rows, 4096] int32, see `index_scores.count_score`, zero again
-    afterwards; entries: [rows, scores_stride + ROOM] int64, scratch, ROOM TOPK_PADDED or more and more than FEW;
-    token_to_req: [rows] int32; block_table: [requests, n] int32; a page holds 2**log2 states. out: [rows, TOPK] int32
-    positions, `out_stride` apart, and slots: [rows, TOPK] int64, block * states + state, both -1 padded. STRIPES of
-    STRIPE scores are taken at a time, counted and stored PART by PART; a list of up to FEW is compared with itself at
-    once, one of up to SHORT TILE by TILE, RIVALS of them at a time, a longer one taken LONG at a time; powers of
-    two."""
-    row = tl.program_id(0).to(tl.int64)
-    closed = length(positions, owner, row, width, RATIO)
-    table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
-    scores, out, slots = scores + row * scores_stride, out + row * out_stride, slots + row * TOPK
-    # What is chosen at once lies in front, the list backwards from the end, with room between.
-    entries += row * (scores_stride + ROOM)
-    end = entries + scores_stride + ROOM
+):  # fmt: skip
+    """What a row's program does behind its wait. entries: [room] int64, of which what is chosen at once lies in front,
+    the list backwards from the end, with room between; page: pages [TOPK_PADDED] that have been asked for."""
     GROUPS: tl.constexpr = BINS // SPREAD
     group, few, rival = tl.arange(0, GROUPS), tl.arange(0, FEW), tl.arange(0, RIVALS)
-    bins += row * BINS + group
     stripe, item = tl.arange(0, STRIPE), tl.arange(0, TOPK_PADDED)
-    # An input of the step, which is near thereafter.
-    page = tl.load(table + item, (item << log2) < closed, other=0)
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+    bins += group
+    end = entries + room
     held = ()
     for i in tl.static_range(SPREAD):
         held = held + (tl.load(bins + i * GROUPS, cache_modifier=".cg"),)  # type: ignore[assignment]  # noqa: RUF005
@@ -150,7 +113,7 @@ def top_positions_kernel(
     # Their comparisons with what is no number are false, as they should be.
     above = tl.where(wanted > 0, lowest_of(last - 1), LEAST)
     among = tl.where(wanted > 0, lowest_of(last), LEAST)
-    final = scores_stride + ROOM - 1
+    final = room - 1
     taken, found, count = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.zeros((STRIPE,), tl.int32)
     for start in range(0, closed, STRIPES * STRIPE):
         # Both counts in one: there are fewer than 2**15.
@@ -248,3 +211,73 @@ def _settle(end, found, wanted, out, slots, table, log2, taken, LONG: tl.constex
         ones = chosen.to(tl.int32)
         _keep(out, slots, taken + tl.cumsum(ones, 0) - ones, table, entry.to(tl.int32), log2, chosen)
         taken += tl.sum(ones, 0)
+
+
+@triton.jit(do_not_specialize=["width", "out_stride", "table_stride", "log2", "keys_stride", "blocks_stride"])
+def top_positions_kernel(
+    scores,
+    scores_stride,
+    width,
+    positions,
+    owner,
+    bins,
+    entries,
+    token_to_req,
+    block_table,
+    table_stride,
+    log2,
+    out,
+    out_stride,
+    slots,
+    keys,
+    keys_stride,
+    blocks,
+    blocks_stride,
+    flags,
+    flags_stride,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    STRIPE: tl.constexpr,
+    STRIPES: tl.constexpr,
+    PART: tl.constexpr,
+    ROOM: tl.constexpr,
+    FEW: tl.constexpr,
+    SHORT: tl.constexpr,
+    TILE: tl.constexpr,
+    RIVALS: tl.constexpr,
+    LONG: tl.constexpr,
+    SPREAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Grid (rows), or (rows, 2) where COUNT blocks of SIZE positions are chosen too. scores: [rows, width] float32,
+    `scores_stride` apart, up to a row's length; positions: [rows] int64; owner: [rows] int64, negative for padding;
+    bins: [rows, 4096] int32, see `index_scores.count_score`, zero again afterwards; entries: [rows, scores_stride +
+    ROOM] int64, scratch, ROOM TOPK_PADDED or more and more than FEW; token_to_req: [rows] int32; block_table:
+    [requests, n] int32; a page holds 2**log2 states. out: [rows, TOPK] int32 positions, `out_stride` apart, and slots:
+    [rows, TOPK] int64, block * states + state, both -1 padded. keys, blocks, flags: see `candidates.choose_row`, rows
+    their strides apart. STRIPES of STRIPE scores are taken at a time, counted and stored PART by PART; a list of up to
+    FEW is compared with itself at once, one of up to SHORT TILE by TILE, RIVALS of them at a time, a longer one taken
+    LONG at a time, and BLOCKS blocks; powers of two."""
+    row = tl.program_id(0).to(tl.int64)
+    closed = length(positions, owner, row, width, RATIO)
+    scores += row * scores_stride
+    if COUNT > 0 and tl.program_id(1) > 0:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+        its = keys + row * keys_stride, blocks + row * blocks_stride, flags + row * flags_stride
+        choose_row(scores, closed, its[0], its[1], its[2], SIZE, COUNT, BLOCKS)
+    else:
+        table = block_table + tl.load(token_to_req + row).to(tl.int64) * table_stride
+        item = tl.arange(0, TOPK_PADDED)
+        # An input of the step, which is near thereafter.
+        page = tl.load(table + item, (item << log2) < closed, other=0)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+        _select_row(
+            scores, scores_stride + ROOM, closed, bins + row * BINS, entries + row * (scores_stride + ROOM), table,
+            log2, out + row * out_stride, slots + row * TOPK, page,
+            TOPK, TOPK_PADDED, STRIPE, STRIPES, PART, FEW, SHORT, TILE, RIVALS, LONG, SPREAD,
+        )  # fmt: skip

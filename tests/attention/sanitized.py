@@ -119,8 +119,7 @@ def indexers(device: torch.device) -> list[Tensor]:
             found.append(fused.top(case.attn, scores, case.positions, case.caches))
             for count in CANDIDATES if name == "ratio 1" else ():
                 blocks = torch.empty(case.rows, count, dtype=torch.int32, device=device)
-                fused.choose(case.attn, scores, case.positions, case.caches, blocks)
-                found.append(blocks)
+                found += [fused.choose(case.attn, scores, case.positions, case.caches, blocks)[0], blocks]
     return found
 
 

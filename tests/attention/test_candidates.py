@@ -1,7 +1,5 @@
 """CandidateOverlap: forked or expanded in place, the same flags; and its order in an emulated capture."""
 
-import weakref
-
 import pytest
 import torch
 from torch import Tensor
@@ -140,38 +138,14 @@ def test_a_fork_that_no_consumer_joins_ends_no_capture() -> None:
         capture(device, lambda: overlap.fork(_blocks(4), WIDTH, Gates(4)))
 
 
-@pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("rows", [1, 7])
-def test_blocks_chosen_from_scores(rows: int, warm: bool) -> None:
-    """Beside what follows where the step may fork; the flags are those that were made, for all consumers."""
+def test_flags_of_the_sources_own_launch() -> None:
+    """All consumers of the step get them, and nothing is forked or joined."""
     _, overlap = _overlap()
-    if warm:
-        overlap.warm(rows)
-    blocks, made = torch.full((rows, COUNT), 77, dtype=torch.int32), []
-
-    def choose() -> Tensor:
-        assert overlap.stream.pending == warm
-        blocks.copy_(_blocks(rows))
-        made.append(reference.candidate_flags(blocks, SIZE, WIDTH))
-        return made[-1]
-
-    overlap.choose(choose, (), Gates(rows))
-    assert overlap.stream.pending == warm
-    flags = overlap.join(blocks, WIDTH)
-    assert flags is made[0] and overlap.join(blocks, WIDTH) is flags and len(made) == 1
+    overlap.warm(4)
+    blocks = _blocks(4)
+    made = reference.candidate_flags(blocks, SIZE, WIDTH)
+    overlap.keep(made)
     assert not overlap.stream.pending
-
-
-def test_what_another_stream_reads_is_kept() -> None:
-    """Until the step is over, or the memory would serve what the caller's stream makes meanwhile."""
-    _, overlap = _overlap()
-    overlap.warm(2)
-    scores, positions = torch.zeros(2, WIDTH), torch.tensor([1, WIDTH - 1])
-    given = [weakref.ref(tensor) for tensor in (scores, positions)]
-    overlap.choose(lambda: torch.zeros(2, WIDTH, dtype=torch.bool), (scores, positions), Gates(2))
-    del scores, positions
-    assert all(held() is not None for held in given)
-    overlap.stream.join()
-    assert all(held() is not None for held in given)
+    assert overlap.join(blocks, WIDTH) is made and overlap.join(blocks, WIDTH) is made
     overlap.reset()
-    assert all(held() is None for held in given)
+    assert overlap.join(blocks, WIDTH) is not made

@@ -49,12 +49,14 @@ def check(case: IndexCase, flags: Tensor | None = None) -> None:
         heads = summed[:, inputs.heads :]
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
         masked = assert_scored(case, scores, heads, flags)
-        slots = fused.top(case.attn, scores, case.positions, case.caches)
+        blocks = case.attn.selection.candidate_blocks
+        if blocks is None:
+            slots = fused.top(case.attn, scores, case.positions, case.caches)
+        else:
+            slots, chosen = fused.choose(case.attn, scores, case.positions, case.caches, blocks[: case.rows])
+            assert_chosen(case, masked, chosen)
         assert_selected(case, masked, slots)
         assert not fused.bins.any(), "bins are not zero again"
-        if case.shape.blocks:
-            blocks = case.attn.selection.candidate_blocks[: case.rows]
-            assert_chosen(case, masked, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
 
 
 @pytest.mark.parametrize("at", range(len(tuning.CUTS)))
@@ -161,8 +163,9 @@ def test_ties() -> None:
     fused, blocks = FusedIndexer(case.attn, fused_bins(DEVICE)), case.attn.selection.candidate_blocks[: case.rows]
     for scores in tied_scores(case).values():
         fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
-        assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
-        assert_chosen(case, scores, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
+        slots, flags = fused.choose(case.attn, scores, case.positions, case.caches, blocks)
+        assert_selected(case, scores, slots)
+        assert_chosen(case, scores, flags)
     for times in (0, 3):
         # Counts that are not the scores': nothing is read or written that is not theirs.
         scores = tied_scores(case)["few"]

@@ -9,7 +9,6 @@ import pytest
 
 from specialized_decode.attention import index_tuning as tuning
 from specialized_decode.attention.fused_index import all_constants, projection_constants
-from specialized_decode.attention.kernels.candidates import choose_candidates_kernel
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
 from specialized_decode.attention.kernels.index_scores import index_scores_kernel
@@ -94,14 +93,6 @@ TOP = {
     "out": "*i32",
     "out_stride": "i32",
     "slots": "*i64",
-}
-CHOOSE = {
-    "scores": "*fp32",
-    "scores_stride": "i32",
-    "width": "i32",
-    "positions": "*i64",
-    "owner": "*i64",
-    "ratio": "i32",
     "keys": "*i32",
     "keys_stride": "i32",
     "blocks": "*i32",
@@ -145,23 +136,20 @@ def variants() -> dict[str, Variant]:
             name = f"scores, ratio {ratio}, flags {flags}, {tuple(cut)}"
             # The compiler's limit is the architecture's: see `compiled`.
             found[name] = launch_of(index_scores_kernel, SCORES, constants, cut.warps, **unfused, maxnreg=cut)
-    for ratio, (warps, spread) in product((2, 1), zip(tuning.TOPS, tuning.SPREADS, strict=True)):
+    cuts = zip(tuning.TOPS, tuning.SPREADS, strict=True)
+    for ratio, (warps, spread), count in product((2, 1), cuts, (0, 2048)):
         constants = {
             "RATIO": ratio, "TOPK": TOPK, "TOPK_PADDED": TOPK, "STRIPE": 32 * warps,
             "STRIPES": tuning.CHUNK // (32 * warps), "PART": tuning.PART // (32 * warps), "ROOM": TOPK,
             "FEW": tuning.FEW_TIES, "SHORT": tuning.SHORT, "TILE": tuning.TIES, "RIVALS": tuning.RIVALS,
-            "LONG": tuning.LONG, "SPREAD": spread,
+            "LONG": tuning.LONG, "SPREAD": spread, "SIZE": 8 if count else 1, "COUNT": count,
+            "BLOCKS": tuning.CANDIDATES,
         }  # fmt: skip
-        name = f"best, ratio {ratio}, {warps} warps, bins over {spread}"
+        name = f"best, ratio {ratio}, {warps} warps, bins over {spread}, {count} candidates"
         found[name] = launch_of(top_positions_kernel, TOP, constants, warps, maxnreg=tuning.top_registers(warps))
-    constants = {"SIZE": 8, "COUNT": 2048, "TILE": tuning.CANDIDATES}
-    # Of any ratio.
-    found[CHOICE] = launch_of(choose_candidates_kernel, CHOOSE, constants, tuning.CANDIDATE_WARPS, launch_pdl=False)
     return found
 
 
-# Beside the others' stream, behind a fork.
-CHOICE = "candidates, ratio 2"
 VARIANTS = variants()
 
 
@@ -192,7 +180,7 @@ LAUNCHES = [(name, one) for name in VARIANTS for one in architectures(name)]
 
 def test_every_kernel_is_compiled_for_all() -> None:
     kernels = {VARIANTS[name].kernel for name in VARIANTS}
-    assert len(kernels) == 6
+    assert len(kernels) == 5
     for one in ARCHITECTURES:
         assert {VARIANTS[name].kernel for name, architecture in LAUNCHES if architecture == one} == kernels
 
@@ -203,7 +191,7 @@ def test_resources(name: str, architecture: int, tmp_path: Path) -> None:
     kernel = compiled(variant, architecture)
     assert_fits(f"{name}, compute capability {architecture}", resources(kernel, tmp_path), variant.warps)
     ptx = kernel.asm["ptx"]
-    assert ("griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx) == (name != CHOICE)
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
 
 
 @pytest.mark.parametrize("ratio", [2, 1, 0])

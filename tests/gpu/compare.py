@@ -112,24 +112,27 @@ def failures_if_identical(found: Difference) -> list[str]:
 def failures_if_unsound(found: Difference) -> list[str]:
     """What is wrong with a run on other kernels, whatever their rounding: logits that are not finite, or another
     choice over a gap that no logit's difference explains."""
-    return _at(_broken(found) + _moved(found), found)
+    return _at(_broken(found) + _moved(found, found.largest), found)
 
 
 def failures_if_close(found: Difference, noise: Difference) -> list[str]:
-    """What is wrong with a run on other kernels, given how far another batch takes stock from itself."""
+    """What is wrong with a run on other kernels, given how far another batch takes stock from itself: in its logits,
+    and by the gaps over which it chooses otherwise, which may be larger than any logit's difference: two logits make
+    a gap, and not all of them need be known."""
     wrong = _broken(found)
     if found.rms > NOISE_ROOM * noise.rms:
         limit = f"at most {NOISE_ROOM} times stock's own noise, {noise.rms:.4g}"
         wrong.append(f"logits differ by {found.rms:.4g} (rms), expected {limit}")
-    return _at(wrong + _moved(found), found)
+    return _at(wrong + _moved(found, max(found.largest, noise.gap)), found)
 
 
-def _moved(found: Difference) -> list[str]:
-    if not found.argmax_differs or found.gap < found.largest:
+def _moved(found: Difference, limit: float) -> list[str]:
+    if not found.argmax_differs or found.gap < limit:
         return []
+    of = "the largest difference" if limit == found.largest else "stock's own"
     return [
         f"another token is largest in {found.argmax_differs} steps, once over a gap of {found.gap:.4g}, "
-        f"expected gaps below the largest difference, {found.largest:.4g}"
+        f"expected gaps below {of}, {limit:.4g}"
     ]
 
 

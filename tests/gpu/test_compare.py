@@ -1,5 +1,7 @@
 """What counts as the same logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,12 @@ def test_close_is_measured_by_stocks_own_noise() -> None:
     clear = Difference(steps=10, differing=10, largest=0.5, rms=0.1, argmax_differs=2, gap=0.8)
     assert failures_if_close(clear, noise) == [
         "another token is largest in 2 steps, once over a gap of 0.8, expected gaps below the largest difference, 0.5"
+    ]
+    # Stock's own batches choose otherwise over larger gaps.
+    noise = replace(noise, argmax_differs=3, gap=0.9)
+    assert failures_if_close(clear, noise) == []
+    assert failures_if_close(replace(clear, gap=0.9), noise) == [
+        "another token is largest in 2 steps, once over a gap of 0.9, expected gaps below stock's own, 0.9"
     ]
 
 

@@ -102,6 +102,7 @@ class IndexCase(DecodeBatch):
             num_heads=shape.heads,
             head_dim=128,
             ratio=shape.ratio,
+            candidate_source=shape.blocks > 0,
             candidate_block_size=shape.size,
             eps=1e-20,
             wq_b=fp8_linear(self.seed, shape.heads * 128, shape.q_rank, shape.q_rank**-0.5, self.device),

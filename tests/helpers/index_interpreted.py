@@ -103,11 +103,14 @@ def _check(name: str) -> None:
     heads = summed[:, inputs.heads :]
     scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches)
     masked = assert_scored(case, scores, heads)
-    assert_selected(case, masked, fused.top(case.attn, scores, case.positions, case.caches))
+    blocks = case.attn.selection.candidate_blocks
+    if blocks is None:
+        slots = fused.top(case.attn, scores, case.positions, case.caches)
+    else:
+        slots, flags = fused.choose(case.attn, scores, case.positions, case.caches, blocks[: case.rows])
+        assert_chosen(case, masked, flags)
+    assert_selected(case, masked, slots)
     assert not fused.bins.any(), "bins are not zero again"
-    if case.shape.blocks:
-        blocks = case.attn.selection.candidate_blocks[: case.rows]
-        assert_chosen(case, masked, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
     if name in WITH_FLAGS:
         flags = torch.rand(masked.shape, generator=case.generator) < 0.3
         scores = fused.scores(case.attn, case.q, inputs, case.positions, case.caches, flags)
@@ -127,8 +130,9 @@ def _ties() -> list[str]:
     for name, scores in tied_scores(case).items():
         fused.bins.copy_(bins_of(scores, closed_groups(case), fused.bins))
         try:
-            assert_selected(case, scores, fused.top(case.attn, scores, case.positions, case.caches))
-            assert_chosen(case, scores, fused.choose(case.attn, scores, case.positions, case.caches, blocks))
+            slots, flags = fused.choose(case.attn, scores, case.positions, case.caches, blocks)
+            assert_selected(case, scores, slots)
+            assert_chosen(case, scores, flags)
         except AssertionError as error:
             failures.append(f"{name}: {error}")
     for times in (0, 3):

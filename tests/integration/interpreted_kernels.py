@@ -180,20 +180,22 @@ def assert_selected(attn: Any, positions: Tensor, valid: Tensor, random: torch.G
     torch.testing.assert_close(masked, expected, rtol=1e-4, atol=1e-3)
     buffer = attn.selection.topk_indices
     buffer.fill_(12345)
-    slots: Tensor = kernels.top(attn, found, positions, caches)
+    slots: Tensor
+    if indexer.candidate_source:
+        blocks, size = attn.selection.candidate_blocks, indexer.candidate_block_size
+        blocks.fill_(12345)
+        slots, made = kernels.choose(attn, found, positions, caches, blocks[:ROWS])
+        chosen = reference.candidate_blocks(masked, closed, size, blocks.shape[1])
+        assert torch.equal(blocks[:ROWS].sort(1).values, chosen.sort(1).values), f"{name}: other blocks are chosen"
+        assert (blocks[ROWS:] == 12345).all(), f"{name}: a row behind the batch's was written"
+        assert torch.equal(made & held, reference.candidate_flags(chosen, size, made.shape[1]) & held)
+    else:
+        slots = kernels.top(attn, found, positions, caches)
     best = reference.top_positions(masked, buffer.shape[1])
     assert torch.equal(buffer[:ROWS].sort(1).values, best.sort(1).values), f"{name}: other positions are selected"
     assert (buffer[ROWS:] == 12345).all(), f"{name}: a row behind the batch's was written"
     # One with less than there are places, and one with more.
     assert (best[0] < 0).any() and (best >= 0).all(1).any()
-    if indexer.candidate_source:
-        blocks, size = attn.selection.candidate_blocks, indexer.candidate_block_size
-        blocks.fill_(12345)
-        made = kernels.choose(attn, found, positions, caches, blocks[:ROWS])
-        chosen = reference.candidate_blocks(masked, closed, size, blocks.shape[1])
-        assert torch.equal(blocks[:ROWS].sort(1).values, chosen.sort(1).values), f"{name}: other blocks are chosen"
-        assert (blocks[ROWS:] == 12345).all(), f"{name}: a row behind the batch's was written"
-        assert torch.equal(made & held, reference.candidate_flags(chosen, size, made.shape[1]) & held)
     return slots
 
 
