@@ -189,7 +189,8 @@ def main(name: str, given: str | None, out: Path, replays: int, swept: bool) -> 
         measure(rows, replays) | {"commit": source, "torch": torch.__version__, "vllm": None, "replays": replays}
         for rows in ROWS
     ]
-    result = {"benchmark": name, "kind": "boundary", "device": torch.cuda.get_device_name(), "hidden_size": 5120}
+    result = {"benchmark": name, "kind": "boundary", "unit": "projection", "hidden_size": 5120}
+    result["device"] = torch.cuda.get_device_name()
     write(out / f"{name}.json", result | {"chain": CHAIN, "runs": runs})
 
 

@@ -85,12 +85,15 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _boundary_table(result: dict[str, Any]) -> str:
-    """The Markdown of benchmarks/boundary.py's result: a table for each number of ranks, a column a row count."""
+    """The Markdown of benchmarks/boundary.py's result, or of benchmarks/attention.py's: a table for each number of
+    ranks, a column a row count."""
+    unit = result.get("unit", "boundary")
+    plural = {"boundary": "boundaries"}.get(unit, f"{unit}s")
     blocks = []
     for ranks in _distinct([run["ranks"] for run in result["runs"]]):
         runs = [run for run in result["runs"] if run["ranks"] == ranks]
         labels = list(dict.fromkeys(label for run in runs for label in run["us"]))
-        lines = [[f"us a boundary, {_ranks(ranks)}", *(f"{run['rows']} rows" for run in runs)]]
+        lines = [[f"us a {unit}, {_ranks(ranks)}", *(f"{run['rows']} rows" for run in runs)]]
         lines.append(["---"] * len(lines[0]))
         for label in labels:
             lines.append([label, *(_times(run["us"][label]) if label in run["us"] else "" for run in runs)])
@@ -105,7 +108,7 @@ def _boundary_table(result: dict[str, Any]) -> str:
         first = runs[0]
         versions = [result["device"], f"torch {first['torch']}"] + ([f"vLLM {first['vllm']}"] if first["vllm"] else [])
         said = (
-            f"Median (quartiles) of {first['replays']} replays of graphs of {result['chain']} boundaries, hidden size "
+            f"Median (quartiles) of {first['replays']} replays of graphs of {result['chain']} {plural}, hidden size "
             f"{result['hidden_size']}. {', '.join(versions)}; commit {_short(first['commit'])}."
         )
         blocks.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + f"\n\n{said}\n")

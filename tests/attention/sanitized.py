@@ -110,7 +110,9 @@ def indexers(device: torch.device) -> list[Tensor]:
             assert together is not None
             # Behind launches that are done.
             queries = *fused.queries(case.qr), *fused.queries(case.qr, settled=True)
-            found += [together[0], together[1].partial, *queries]
+            # Padding rows hold no numbers, nor do their projections.
+            rows = together[0], together[1].partial.transpose(0, 1), *queries
+            found += [tensor[case.live] for tensor in rows]
             if name == "consumer":
                 flags = torch.rand(case.rows, case.columns, device=device) < 0.5
             if shape.compressor:
