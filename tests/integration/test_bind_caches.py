@@ -20,7 +20,8 @@ def run(folder: Path, checks: tuple[str, ...]) -> str:
     """What a process said that ran every check up to the first that failed."""
     command = [sys.executable, "-m", "tests.integration.interpreted", str(folder), *checks]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    # Else MKL multiplies few rows by sums whose order depends on where the matrices lie in memory.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "MKL_CBWR": "AUTO", "PYTHONPATH": path}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False
     )
