@@ -242,8 +242,8 @@ class AttentionStep:
         caches: LayerCaches,
         step: StepGates,
     ) -> Tensor:
-        """Scores and selects in two launches, ahead of each of which a stream is joined, and of which the last makes
-        the table too: the selection's slots [T, topk]. q: the indexer's queries as projected."""
+        """Scores and selects in two launches, of which the last makes the table too, and a candidate source's choice of
+        blocks: the selection's slots [T, topk]. q: the indexer's queries as projected."""
         attn, indexer, blocks = self.attn, self.attn.indexer, self.attn.selection.candidate_blocks
         assert indexer is not None and caches.index is not None and caches.compressed is not None
         source, consumer = (self.source, self.consumer) if blocks is not None else (None, None)
