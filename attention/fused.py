@@ -58,6 +58,7 @@ def project_fp8(
         eps,
         **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None, first, settled),
         num_warps=launch.warps,
+        maxnreg=tuning.registers(launch),
         launch_pdl=True,
     )
     return y
@@ -92,6 +93,8 @@ def constants(
         "NORM": norm,
         "FIRST": n if first is None else first,
         "SETTLED": settled,
+        "DEPTH": launch.depth,
+        "TURNED": launch.turned,
     }
 
 
@@ -105,7 +108,7 @@ class FusedLinear:
             raise ValueError(f"weight: found {linear.weight.dtype} without scales, expected FP8")
         self.groups, self.weight = groups, prepare_fp8(linear.weight, linear.scale)
         launch = tuning.projection(*self.weight.shape, groups)
-        self.launch = launch if early else launch._replace(early=False)
+        self.launch = launch if early else tuning.waiting(launch)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [1 to 8, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""

@@ -73,6 +73,7 @@ def all_constants(n: int, own: Projection, first: int, heads: int, launch: tunin
         "INDEX_N": index["N"],
         "SPLITS": launch.splits,
         "INDEX_PER_WARP": launch.per_warp,
+        "TURNED": own.turned,
     }
 
 

@@ -16,18 +16,19 @@ MOST_WARPS = 16
 MOST_BYTES_ALONE = 200 * 1024
 # A projection of 8-10 MB is one round of programs with this share each.
 ROUND_BYTES = 80 * 1024
+# A projection's weights whose way takes longer than what a launch does behind its wait.
+EARLY_BYTES = 8_000_000
 # Programs that keep an H200's memory busy: its multiprocessors, but for a few.
 ROUND = 110
 MULTIPROCESSORS = 132
-# Whether the next launch starts early or late.
-STARTS = ((False, False), (False, True), (True, False))
 
 
 class Projection(NamedTuple):
     """How a projection's programs are cut: warps side by side over tiles of 16 outputs, tiles of each, warps that share
     a tile's columns, blocks of 32 columns that a warp holds at once, how often it does, groups in which its weights
     arrive, blocks of the input that it asks for at once, whether the next launch may start at once, and whether only
-    when all of the input has been asked for."""
+    when all of the input has been asked for; groups that are on their way at once, 0 for all; whether programs begin at
+    different columns."""
 
     tile_warps: int
     tiles: int
@@ -38,6 +39,8 @@ class Projection(NamedTuple):
     ahead: int
     early: bool
     late: bool = False
+    depth: int = 0
+    turned: bool = False
 
     @property
     def warps(self) -> int:
@@ -63,24 +66,42 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
     while blocks // chunks * BLOCK_BYTES > ROUND_BYTES and blocks % (2 * chunks) == 0:
         chunks *= 2
     held = blocks // chunks
-    k_warps = max(count for count in (1, 2, 4, 8, 16) if held % count == 0 and (count == 1 or held // count >= 5))
-    # At four ranks on an H200 (2026-11-30), us at 1 and 8 rows in a chain: wq_b with one tile a program 3.64 and
-    # 4.07, with two side by side 3.60 and 4.30, with two by two 4.32 and 4.74; wo_b with one 3.87 and 4.46, with two
-    # 3.66 and 4.45.
-    two = 2 * k_warps <= MOST_WARPS and tiles % 2 == 0 and 2 * held * BLOCK_BYTES <= ROUND_BYTES
-    tile_warps = 2 if two and tiles * groups // 2 >= ROUND else 1
-    # A round of programs is done at once, and what starts early takes their memory: fused_wqa_wkv takes 3.65 and 4.98
-    # without, 3.70 and 6.13 with it; wo_a 3.55 and 4.14, 3.68 and 5.10. Of more programs the last gain: wo_b takes 3.66
-    # at 1 row with, 4.24 without it.
-    early = tiles * groups // tile_warps > MULTIPROCESSORS
-    launch = Projection(tile_warps, 1, k_warps, held // k_warps, chunks, 2, 5, early)
+    k_warps = max(count for count in (1, 2, 4, 8, 16) if held % count == 0 and (count == 1 or held // count >= 4))
+    # All figures are us at 1 and 8 rows in chains on an H200 (2026-12-01).
+    # Two tiles a warp, which share what it holds of the rows, where that leaves programs enough: wq_b of four ranks
+    # takes 3.15 and 3.48, with one 3.36 and 3.89.
+    each = 2 if tiles % 2 == 0 and held * BLOCK_BYTES <= ROUND_BYTES // 4 and tiles * groups // 2 >= ROUND else 1
+    programs = tiles * groups // each
+    # The next launch starts at once, where its weights, a fifth of them at a time, are on their way for longer than
+    # rows: of four ranks wq_b takes 3.15 and 3.48 then, else 3.84 and 3.72; wo_b 3.34 and 3.81, with all its weights at
+    # a time 3.87 and 4.46; wo_a 3.18 and 4.29, behind the rows 3.49 and 3.9 to 4.3, as they lie, and a whole step takes
+    # 0.6 to 2 less. fused_wqa_wkv with the longest rows takes 3.82 and 5.6 then, behind its own wait 3.8 and 4.3; of
+    # fewer weights wq_b of eight ranks 3.36 and 3.85, 2.64 and 2.80.
+    early = n * k >= EARLY_BYTES and held * BLOCK_BYTES < ROUND_BYTES
+    # More programs of 8 warps than of 16 fit on a multiprocessor, so that few are left over: wo_b of two ranks takes
+    # 6.12 and 7.86, with 16 warps 7.71 and 8.75.
+    halved = k_warps == 16 and chunks * groups == 1 and programs > 2 * MULTIPROCESSORS and held >= 8 * k_warps
+    k_warps //= 1 + halved
+    # Where rows take the longest, their order matters: without it fused_wqa_wkv takes 3.7 and 4.9.
+    turned = not early and held * BLOCK_BYTES == ROUND_BYTES
+    launch = Projection(1, each, k_warps, held // k_warps, chunks, 2, 10, early, turned=turned)
+    if early and chunks == 1:
+        launch = launch._replace(stages=5, depth=1)
     if launch.bytes > MOST_BYTES:
         raise ValueError(f"projection: found [{n}, {k}], expected {BLOCK} times a product of small primes for {k}")
-    # Of the largest share all of x is asked for at once, ahead of the next launch's start: fused_wqa_wkv takes 3.53 and
-    # 4.41 then, with half of it and the start ahead 4.00 and 4.96 in the same run.
-    if not early and launch.program_tiles == 1 and launch.bytes == ROUND_BYTES:
-        return _ahead(launch._replace(late=True), 10)
-    return _ahead(launch, 5)
+    # With all of them ahead wo_b of one rank, in two halves, takes 15.5 and 21.0, with five 15.5 and 18.3.
+    return _ahead(launch, 10 if chunks == 1 else 5)
+
+
+def registers(launch: Projection) -> int | None:
+    """Of a thread at most, None for as many as the compiler takes: turned, it takes more than leave room on Blackwell,
+    and none that it needs. Other launches it cuts worse for a bound that they keep without."""
+    return MOST_REGISTERS // (32 * launch.warps) if launch.turned and launch.bytes <= MOST_BYTES else None
+
+
+def waiting(launch: Projection) -> Projection:
+    """It, but the next launch may start only when its wait is over."""
+    return launch._replace(early=False, late=False, stages=min(2, launch.per_warp), depth=0)
 
 
 def joined(first: int, second: int, k: int) -> Projection:
@@ -91,52 +112,38 @@ def joined(first: int, second: int, k: int) -> Projection:
     # Two tiles a warp, which share what it holds of the input: as that was not waited for, it comes from the second-
     # level cache every time. Whole steps of sources then take 1.2 to 2 us less at 8 rows (H200, 2026-11-30), and no
     # more at 1 row; with four tiles a warp they take 0.5 to 1.5 more.
-    own = projection(first + second, k)
-    return own._replace(tile_warps=1, tiles=2, early=True)
+    # With a fifth of the weights at a time 1 to 2 us more.
+    return waiting(projection(first + second, k))._replace(tile_warps=1, tiles=2, early=True)
 
 
 def candidates(n: int, k: int, groups: int = 1) -> list[Projection]:
-    """Launches of [n, k] that a benchmark tries: `projection`'s first, then other cuts, then it with its other choices
-    changed."""
-    best = projection(n, k, groups)
-    own = _ahead(best._replace(late=False), 5)
+    """Launches of [n, k] that a benchmark tries: `projection`'s first, then each cut with its choices of when the next
+    launch starts and in what order and number weights are asked for."""
     tiles, blocks = _checked(n, k, groups)
-    held, found = blocks // own.chunks, [best, own]
-    for k_warps in (4, 8, 16):
-        for tile_warps in (1, 2, 4):
-            for each in (1, 2, 4):
-                cut = own._replace(tile_warps=tile_warps, tiles=each, k_warps=k_warps, per_warp=held // k_warps)
-                share, programs = cut.program_tiles, tiles * groups // cut.program_tiles
-                if (
-                    held % k_warps == 0
-                    and 4 <= cut.warps <= MOST_WARPS
-                    and share <= 4
-                    and tiles % share == 0
-                    and cut.bytes <= MOST_BYTES
-                    and programs >= min(ROUND, tiles * groups)
-                    and 4 <= cut.per_warp <= 20
-                ):
-                    found += [_ahead(cut, 5), _ahead(cut, 10)]
-    found += [own._replace(stages=1), own._replace(stages=4), own._replace(early=not own.early)]
-    if not own.early:
-        found += [cut._replace(early=False, late=True) for cut in found if cut.tiles == 1 and not cut.early]
-    return list(dict.fromkeys(found + _alone(own, tiles * groups)))
-
-
-def _alone(own: Projection, tiles: int) -> list[Projection]:
-    """Launches of at most half the multiprocessors, each program with twice the tiles on one of its own: rows are read
-    half as often, and the next launch's weights arrive on the other multiprocessors."""
-    cuts = [own._replace(tiles=2 * own.tiles, k_warps=own.k_warps // by, per_warp=own.per_warp * by) for by in (1, 2)]
-    fit = [
-        cut
-        for cut in cuts
-        if tiles % cut.program_tiles == 0
-        and tiles // cut.program_tiles <= MULTIPROCESSORS // 2
-        and MOST_BYTES < cut.bytes <= MOST_BYTES_ALONE
-        and cut.warps >= 4
+    own = projection(n, k, groups)
+    held, found = blocks // own.chunks, [own]
+    cuts = [
+        Projection(tile_warps, each, k_warps, held // k_warps, own.chunks, 2, 10, early=False)
+        for k_warps in (4, 8, 16)
+        for tile_warps in (1, 2)
+        for each in (1, 2, 4)
+        if held % k_warps == 0 and 4 <= held // k_warps <= 20 and tiles % (tile_warps * each) == 0
     ]
-    wide = [_ahead(cut, blocks) for cut in fit for blocks in (5, 10)]
-    return [cut._replace(early=early, late=late) for cut in wide for early, late in STARTS]
+    for cut in cuts:
+        share, programs = cut.program_tiles, tiles * groups // cut.program_tiles
+        beside = cut.bytes <= MOST_BYTES and programs >= min(ROUND, tiles * groups)
+        # Rows are read half as often, and the next launch's weights arrive on the other multiprocessors.
+        alone = programs <= MULTIPROCESSORS // 2 and MOST_BYTES < cut.bytes <= MOST_BYTES_ALONE and cut.tile_warps == 1
+        if not 4 <= cut.warps <= MOST_WARPS or share > 4 or not (beside or alone):
+            continue
+        found += [_ahead(cut, number)._replace(turned=turned) for number in (5, 10) for turned in (False, True)]
+        found.append(_ahead(cut, 10)._replace(late=True))
+        found += [
+            _ahead(cut._replace(early=True, stages=stages, depth=depth), 10)
+            for stages, depth in ((2, 0), (5, 1), (5, 2))
+            if depth == 0 or own.chunks == 1
+        ]
+    return list(dict.fromkeys(found))
 
 
 def _ahead(launch: Projection, blocks: int) -> Projection:

@@ -13,6 +13,7 @@ from specialized_decode.attention.kernels.projection import (
     _barrier,
     _launch_next,
     _wait,
+    _wait_group,
     project,
     shared_words,
     store_sums,
@@ -96,7 +97,7 @@ def index_project(
     # Else the compiler asks for x only when the weights are there.
     _barrier()
     _launch_next()
-    async_copy.wait_group(0)
+    _wait_group(0)
     for i in gl.static_range(PER_WARP):
         upper = four_words(slab[i * 2].load(vectors), K_WARPS, lanes)
         lower = four_words(slab[i * 2 + 1].load(vectors), K_WARPS, lanes)
@@ -124,6 +125,7 @@ def input_projections_kernel(
     INDEX_N: gl.constexpr,
     SPLITS: gl.constexpr,
     INDEX_PER_WARP: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """Grid (N / 16 + SPLITS INDEX_N / 16): the programs of `projection_kernel`, of a tile each, then those of
     `index_projection_kernel`. Arguments are theirs, INDEX_N and INDEX_PER_WARP the latter's; the next launch starts
@@ -134,7 +136,7 @@ def input_projections_kernel(
     if gl.program_id(0) < N // 16:
         project(
             gl.program_id(0), slab, x, weights, scales, y, rows, x, 0.0, N, K, 1, 1, 1, K_WARPS, PER_WARP, 1,
-            STAGES, AHEAD, False, True, K // 2, False, N, False,
+            STAGES, AHEAD, False, True, K // 2, False, N, False, 0, TURNED,
         )  # fmt: skip
     else:
         index_project(

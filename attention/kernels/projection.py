@@ -5,6 +5,10 @@ x. The share goes to shared memory, where it takes no registers, so that the pro
 multiprocessor: while one launch multiplies, the weights of the next are on their way. A thread reads back the very
 bytes that it asked for, so its own wait is all it needs.
 
+Requests are answered in order: rows that one launch asks for wait behind all weights that the next has asked for. So
+what starts early asks for a few weights at a time (DEPTH). And all programs read the same rows at once: TURNED, they
+begin at different columns, as a part of the second-level cache answers one request after the other.
+
 Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that eight rows cost what one costs. A
 program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
 warps share the columns and add up at the end.
@@ -40,6 +44,15 @@ def _wait():
 @gluon.jit
 def _barrier():
     gl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_group(COUNT: gl.constexpr):
+    """For all but the last COUNT groups that the thread itself asked for. Of `async_copy` it would be for every thread,
+    and end in a barrier."""
+    gl.inline_asm_elementwise(
+        f"cp.async.wait_group {COUNT}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -122,21 +135,24 @@ def projection_kernel(
     NORM: gl.constexpr,
     FIRST: gl.constexpr,
     SETTLED: gl.constexpr,
+    DEPTH: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
     weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, FIRST] bfloat16, and
     right behind it [rows, N - FIRST] for the other outputs. Outputs of group g read x's columns from g K on. PER_WARP
-    CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, and AHEAD blocks of x are asked for at once.
-    EARLY: the next launch may start before this one has its input. LATE: only when all of x has been asked for, else
-    behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as int32 pairs, eps above the mean square; with
-    one group alone. SETTLED: x was there before the launch ahead let this one start, whose end this one's first program
-    waits for in the end."""
+    CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, of which at most DEPTH are on their way at
+    once, or all where that is 0, and AHEAD blocks of x are asked for at once. TURNED: a program's first warp and first
+    block depend on its number. EARLY: the next launch may start before this one has its input. LATE: only when all of x
+    has been asked for, else behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as int32 pairs, eps
+    above the mean square; with one group alone. SETTLED: x was there before the launch ahead let this one start, whose
+    end this one's first program waits for in the end."""
     if EARLY:
         _launch_next()
     slab = shared_words(TILES * PER_WARP, TILE_WARPS * K_WARPS)
     project(
         gl.program_id(0), slab, x, weights, scales, y, rows, norm, eps, N, K, GROUPS, TILE_WARPS, TILES, K_WARPS,
-        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED,
+        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED, DEPTH, TURNED,
     )  # fmt: skip
 
 
@@ -152,11 +168,18 @@ def shared_words(COUNT: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _turned(i, turn, PER_WARP: gl.constexpr, TURNED: gl.constexpr):
+    """The block that comes i-th."""
+    return (i + turn) % PER_WARP if TURNED else i
+
+
+@gluon.jit
 def project(
     program, slab, x, weights, scales, y, rows, norm, eps, N: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     STRIDE: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr, SETTLED: gl.constexpr,
+    DEPTH: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """What program number `program` does, waits included; EARLY has been seen to. slab: of `shared_words`, TILES
     PER_WARP or more."""
@@ -174,7 +197,11 @@ def project(
     flat_warp = gl.arange(0, WARPS, gl.SliceLayout(1, lanes))[:, None]
     first = program * (TILE_WARPS * TILES)
     tile, flat_tile = first + warp % TILE_WARPS * TILES, first + flat_warp % TILE_WARPS * TILES
-    start, flat_start = warp // TILE_WARPS * (PER_WARP * CHUNKS), flat_warp // TILE_WARPS * (PER_WARP * CHUNKS)
+    # Which part of the columns is whose, and which of its blocks comes first.
+    part, flat_part, turn = warp // TILE_WARPS, flat_warp // TILE_WARPS, 0
+    if TURNED:
+        part, flat_part, turn = (part + program) % K_WARPS, (flat_part + program) % K_WARPS, program % PER_WARP
+    start, flat_start = part * (PER_WARP * CHUNKS), flat_part * (PER_WARP * CHUNKS)
     own_weights = weights + ((tile * BLOCKS + start) * 32 + lane) * 4 + word
     own_scales = scales + flat_tile // 2 * BLOCKS + flat_start + gl.zeros((WARPS, 32), gl.int32, lanes)
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
@@ -190,17 +217,21 @@ def project(
         for stage in gl.static_range(STAGES):
             for i in gl.static_range(PER_WARP * stage // STAGES, PER_WARP * (stage + 1) // STAGES):
                 for j in gl.static_range(TILES):
-                    at = own_weights + (j * BLOCKS + chunk * PER_WARP + i) * 128
+                    at = own_weights + (j * BLOCKS + chunk * PER_WARP + _turned(i, turn, PER_WARP, TURNED)) * 128
                     async_copy.async_copy_global_to_shared(slab[i * TILES + j], at)
             async_copy.commit_group()
+            if DEPTH > 0 and stage + 1 >= DEPTH and stage + 1 < STAGES:
+                _wait_group(DEPTH - 1)
         factors = ()
         for i in gl.static_range(PER_WARP):
             for j in gl.static_range(TILES // PAIR):
-                factors = factors + (gl.load(own_scales + j * BLOCKS + chunk * PER_WARP + i),)  # type: ignore[assignment]  # noqa: RUF005
+                block = j * BLOCKS + chunk * PER_WARP + _turned(i, turn, PER_WARP, TURNED)
+                factors = factors + (gl.load(own_scales + block),)  # type: ignore[assignment]  # noqa: RUF005
         norms = ()
         if NORM:
             for i in gl.static_range(PER_WARP):
-                norms = norms + (gl.load(own_norm + (chunk * PER_WARP + i) * 16),)  # type: ignore[assignment]  # noqa: RUF005
+                block = chunk * PER_WARP + _turned(i, turn, PER_WARP, TURNED)
+                norms = norms + (gl.load(own_norm + block * 16),)  # type: ignore[assignment]  # noqa: RUF005
         if chunk == 0:
             if not SETTLED:
                 _wait()
@@ -208,18 +239,19 @@ def project(
                 _launch_next()
         inputs = ()
         for i in gl.static_range(AHEAD):
-            inputs = inputs + (gl.load(own_x + (chunk * PER_WARP + i) * 16, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
+            block = chunk * PER_WARP + _turned(i, turn, PER_WARP, TURNED)
+            inputs = inputs + (gl.load(own_x + block * 16, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
         # Else the compiler asks for x only when the weights are there, or for one block of it after the other.
         _barrier()
         if LATE and chunk == CHUNKS - 1 and AHEAD == PER_WARP:
             _launch_next()
         for stage in gl.static_range(STAGES):
-            async_copy.wait_group(STAGES - 1 - stage)
+            _wait_group(STAGES - 1 - stage)
             for number in gl.static_range(PER_WARP * stage // STAGES * TILES, PER_WARP * (stage + 1) // STAGES * TILES):
                 weight = slab[number].load(vectors)
                 if number % TILES == 0 and number // TILES + AHEAD < PER_WARP:
-                    at = own_x + (chunk * PER_WARP + number // TILES + AHEAD) * 16
-                    inputs = inputs + (gl.load(at, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
+                    block = chunk * PER_WARP + _turned(number // TILES + AHEAD, turn, PER_WARP, TURNED)
+                    inputs = inputs + (gl.load(own_x + block * 16, cache_modifier=CACHE),)  # type: ignore[assignment]  # noqa: RUF005
                     if LATE and chunk == CHUNKS - 1 and number // TILES + AHEAD == PER_WARP - 1:
                         _launch_next()
                 factor = factors[number // TILES * (TILES // PAIR) + number % TILES // PAIR]  # type: ignore[var-annotated]

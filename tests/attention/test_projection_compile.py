@@ -45,14 +45,18 @@ def test_launches_cover_the_weight(n: int, k: int, groups: int) -> None:
         assert 4 <= launch.warps <= tuning.MOST_WARPS and launch.bytes <= most
         assert not (launch.early and launch.late)
         assert 1 <= launch.stages <= launch.per_warp and 1 <= launch.ahead <= launch.per_warp
+        # Ahead of a wait alone may weights wait for others.
+        assert launch.depth == 0 or (launch.early and launch.chunks == 1 and launch.depth < launch.stages)
 
 
 def test_launches_at_four_ranks() -> None:
-    assert tuning.projection(1792, 5120) == (1, 1, 16, 10, 1, 2, 10, False, True)
-    assert tuning.projection(8192, 1280) == (2, 1, 8, 5, 1, 2, 5, True, False)
-    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 2, 5, False, False)
-    assert tuning.projection(5120, 2048) == (2, 1, 8, 8, 1, 2, 5, True, False)
-    assert tuning.projection(5120, 8192).chunks == 2
+    turned, early = (1, 1, 16, 10, 1, 2, 10, False, False, 0, True), (True, False, 1, False)
+    assert tuning.projection(1792, 5120) == turned
+    assert tuning.projection(8192, 1280) == (1, 2, 8, 5, 1, 5, 5, *early)
+    assert tuning.projection(2048, 4096, 2) == (1, 1, 16, 8, 1, 5, 8, *early)
+    assert tuning.projection(5120, 2048) == (1, 1, 16, 4, 1, 4, 4, *early)
+    assert tuning.projection(5120, 8192) == (1, 1, 16, 8, 2, 2, 5, True, False, 0, False)
+    assert tuning.waiting(tuning.projection(8192, 1280)) == (1, 2, 8, 5, 1, 2, 5, False, False, 0, False)
 
 
 def test_widths_that_do_not_divide() -> None:
@@ -69,7 +73,8 @@ def compiled(
 ) -> Any:
     """The kernel of a launch. stride: of an input that it norms."""
     values = constants(n, k, groups, launch, stride, stride is not None)
-    return compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps), architecture)
+    options = {"maxnreg": tuning.registers(launch)}
+    return compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps, options), architecture)
 
 
 def assert_room(name: str, kernel: Any, launch: tuning.Projection, folder: Path) -> None:
@@ -93,6 +98,8 @@ def test_resources(
     assert before.count("cp.async.cg.shared.global") == blocks
     start = "griddepcontrol.launch_dependents"
     assert (start in before, start in behind) == (launch.early, not launch.early)
+    # Of all weights but those that may be on their way at once, each waits for one that came before.
+    assert before.count("cp.async.wait_group") == (launch.stages - launch.depth if launch.depth else 0)
     if launch.early:
         assert before.index(start) < before.index("cp.async.cg.shared.global")
     assert "ld.global.v4" not in before
@@ -162,7 +169,7 @@ def test_the_launch_behind_wq_b_waits_for_what_is_ahead_of_it() -> None:
     """Sparse MLA reads ahead of its own wait what was written a launch before `wq_b`: see `fused_projections`."""
     launch = tuning.projection(8192, 1280)
     assert launch.early, "by itself it would let the next launch start at once"
-    kernel = compiled(8192, 1280, 1, launch._replace(early=False), 90)
+    kernel = compiled(8192, 1280, 1, tuning.waiting(launch), 90)
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
     start = "griddepcontrol.launch_dependents"
     assert start not in before and start in behind
@@ -176,7 +183,7 @@ def test_a_projection_that_norms(
     """`wq_b`: no spills, and the norm's weight is there before the input is."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     n, k = heads * 512, 1280
-    launch = tuning.projection(n, k)._replace(early=False)
+    launch = tuning.waiting(tuning.projection(n, k))
     kernel = compiled(n, k, 1, launch, architecture, stride=1792)
     assert_room(f"{n}x{k}, compute capability {architecture}", kernel, launch, tmp_path)
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
@@ -188,5 +195,6 @@ def test_a_projection_that_norms(
 def order_of_machine_code(cubin: Path, ahead: int) -> None:
     """It keeps that order, and asks for x before it waits for weights."""
     code = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-    assert code.index("LDGSTS") < code.index("ACQBULK") < code.index("LDG.E.128") < code.index("DEPBAR.LE")
-    assert code[: code.index("DEPBAR.LE")].count("LDG.E.128") == ahead
+    before, behind = code.split("ACQBULK", 1)
+    assert "LDGSTS" in before and "LDG.E.128" not in before
+    assert behind[: behind.index("DEPBAR.LE")].count("LDG.E.128") == ahead

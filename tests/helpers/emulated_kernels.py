@@ -147,7 +147,7 @@ def assembly(
         part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
     ):
         text = line.strip()
-        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async.bulk.prefetch", ".reg", "}")):
+        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async", ".reg", "}")):
             _execute(text.lstrip("{ \n"), registers)
     found = []
     for number, kind in enumerate(types):
