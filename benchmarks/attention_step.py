@@ -4,6 +4,10 @@ A chain is layers of one kind with weights of their own, more than the L2 cache 
 kernels, two of their families alone, and the reference ops replay in turn in one run. `wo_b` publishes into the
 boundary's slot, as the executor has it on one GPU; the reduce that follows there is not part of a layer. vLLM's layer,
 which takes an engine's configuration, metadata and caches, is not among them.
+
+In "kernels, nothing cached" a launch ahead of each layer reads more than the L2 cache holds, so that the layer finds
+none of its weights, caches, tables and positions there; a graph of these launches alone is taken off. They trigger no
+dependents, so nothing of a layer overlaps what lies ahead of it.
 """
 
 import statistics
@@ -51,9 +55,13 @@ KINDS = {
 ROWS = (1, 2, 4, 8, 16, 48)
 # Layers of a chain: 39 MB of weights each, and an L2 cache of 50 MB.
 CHAIN = 8
+# Bytes that are read to have none of a layer's in that cache: four times what it holds.
+EVICTING = 4 * 50 * 2**20
 MAX_ROWS = 384
 REPLAYS = 30
 DEVICE = torch.device("cuda")
+# Names of graphs.
+COLD, EVICTIONS = "kernels, nothing cached", "evictions"
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,19 @@ def stored(rows: int, columns: int) -> Linear:
     """An FP8 layer of the like."""
     weight = (torch.randn(rows, columns, device=DEVICE) * columns**-0.5 * 32).to(torch.float8_e4m3fn)
     return Linear(weight, torch.full((rows // 32, columns // 32), 122, dtype=torch.uint8, device=DEVICE))
+
+
+class Eviction:
+    """A launch that leaves nothing in the L2 cache that was there."""
+
+    def __init__(self) -> None:
+        columns = 8192
+        self.matrix = torch.ones(EVICTING // 2 // columns, columns, dtype=torch.bfloat16, device=DEVICE)
+        self.vector, self.out = self.matrix[0].clone(), self.matrix[:, 0].clone()
+
+    def run(self, count: int = 1) -> None:
+        for _ in range(count):
+            torch.mv(self.matrix, self.vector, out=self.out)
 
 
 class Layers:
@@ -155,9 +176,10 @@ class Layers:
             values.copy_((8 * torch.randn(values.shape, device=DEVICE)).to(torch.float8_e4m3fn).view(torch.uint8))
             scales.copy_(torch.full((*scales.shape[:-1], 1), 0.0625, device=DEVICE).view(torch.uint8))
 
-    def chain(self, mla: bool, projections: bool) -> Callable[[], None]:
+    def chain(self, mla: bool, projections: bool, ahead: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """All layers' steps, one behind the other. mla, projections: which families of kernels run, and with both the
-        indexer's too. Of candidate sources the first chooses blocks: a model has one."""
+        indexer's too. ahead: called before each layer. Of candidate sources the first chooses blocks: a model has
+        one."""
         config = self.config
         aux = AuxStreams(CudaSideStream(DEVICE), CudaSideStream(DEVICE))
         overlap = CandidateOverlap(CudaSideStream(DEVICE), config.candidate_block_size)
@@ -195,6 +217,7 @@ class Layers:
                 for x, step in zip(self.x, steps, strict=True):
                     # In place of the reduce that frees the slot.
                     all_reduce.reset()
+                    ahead()
                     step.run(x, None, self.batch.positions, gates)
             overlap.stream.join()
             aux.join()
@@ -204,11 +227,13 @@ class Layers:
 
 def measure(config: ModelConfig, rows: int, context: int, kinds: list[str], replays: int) -> dict[str, Times]:
     """kind -> variant -> microseconds a layer."""
-    found = {}
+    found, eviction = {}, Eviction()
     for kind in kinds:
         layers = Layers(config, KINDS[kind], rows, context)
         chains: dict[str, Callable[[], object]] = {
             "kernels": layers.chain(True, True),
+            COLD: layers.chain(True, True, eviction.run),
+            EVICTIONS: lambda: eviction.run(CHAIN),
             "sparse MLA alone": layers.chain(True, False),
             "projections alone": layers.chain(False, True),
             "reference ops": layers.chain(False, False),
@@ -216,7 +241,11 @@ def measure(config: ModelConfig, rows: int, context: int, kinds: list[str], repl
         if rows > 8:
             # There they serve no step.
             del chains["projections alone"], chains["sparse MLA alone"]
-        found[kind] = interleaved(chains, CHAIN, replays)
+        times = interleaved(chains, CHAIN, replays)
+        # Of the same turn: what changes from one to the next falls out.
+        alone = times.pop(EVICTIONS)
+        times[COLD] = [whole - part for whole, part in zip(times[COLD], alone, strict=True)]
+        found[kind] = times
     return found
 
 
