@@ -1,5 +1,7 @@
 """Launches of the low-batch projections. `select` says where they serve; elsewhere this module is not imported."""
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def project_fp8(
     first: int | None = None,
     settled: bool = False,
 ) -> Tensor:
-    """x: [T, groups * K] bfloat16, T up to 8, through a prepared [N, K] whose outputs are split over the groups ->
+    """x: [T, groups * K] bfloat16, T up to 16, through a prepared [N, K] whose outputs are split over the groups ->
     [T, N] bfloat16, accumulated in float32. launch: another than `tuning.projection` chooses; out: where the
     outputs are stored, None for a new tensor. norm: [K] bfloat16, by which rows of one group, which may then be columns
     of a wider tensor, are RMS-normed first, eps above their mean square. first: how many outputs lie ahead of the
@@ -48,7 +50,7 @@ def project_fp8(
             f"bfloat16 [{rows}, {n}]"
         )
     pairs = x.view(torch.int32)
-    projection_kernel[(n // tuning.TILE // launch.program_tiles,)](
+    projection_kernel[grid(n // tuning.TILE // launch.program_tiles, rows)](
         pairs,
         weight.words,
         weight.scales,
@@ -56,12 +58,24 @@ def project_fp8(
         rows,
         pairs if norm is None else norm.view(torch.int32),
         eps,
-        **constants(n, k, groups, launch, None if norm is None else x.stride(0), norm is not None, first, settled),
+        **constants(
+            n, k, groups, launch, None if norm is None else x.stride(0), norm is not None, first, settled, rows
+        ),
         num_warps=launch.warps,
         maxnreg=tuning.registers(launch),
         launch_pdl=True,
     )
     return y
+
+
+def wide(rows: int) -> bool:
+    """Whether a launch of so many rows has programs for more than the first eight."""
+    return rows > tuning.ROWS
+
+
+def grid(programs: int, rows: int) -> tuple[int, int]:
+    """Of a launch that has so many programs for eight rows."""
+    return programs, -(-rows // tuning.ROWS)
 
 
 def constants(
@@ -73,6 +87,7 @@ def constants(
     norm: bool = False,
     first: int | None = None,
     settled: bool = False,
+    rows: int = 1,
 ) -> dict[str, int]:
     """The kernel's compile-time arguments. stride: numbers from a row of the input to the next, None for its width;
     first, settled: as of `project_fp8`."""
@@ -95,6 +110,7 @@ def constants(
         "SETTLED": settled,
         "DEPTH": launch.depth,
         "TURNED": launch.turned,
+        "WIDE": wide(rows),
     }
 
 
@@ -111,11 +127,11 @@ class FusedLinear:
         self.launch = launch if early else tuning.waiting(launch)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x: [1 to 8, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""
+        """x: [1 to 16, groups * K] bfloat16 -> [T, N] bfloat16, in `out` where given."""
         return project_fp8(x, self.weight, self.groups, self.launch, out)
 
     def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """x: [1 to 8, K] bfloat16 columns of a wider tensor, RMS-normed by norm [K] first -> [T, N] bfloat16."""
+        """x: [1 to 16, K] bfloat16 columns of a wider tensor, RMS-normed by norm [K] first -> [T, N] bfloat16."""
         return project_fp8(x, self.weight, self.groups, self.launch, None, norm, eps)
 
     @property
@@ -123,10 +139,11 @@ class FusedLinear:
         """What the prepared copy takes."""
         return self.weight.words.nbytes + self.weight.scales.nbytes
 
-    def warm(self) -> None:
-        """Compiles and loads the kernel. Not in a capture."""
+    def warm(self, rows: int = MAX_ROWS) -> None:
+        """Compiles and loads what calls of up to so many rows need. Not in a capture."""
         words = self.weight.words
-        self(torch.zeros(1, self.groups * self.weight.shape[1], dtype=torch.bfloat16, device=words.device))
+        for count in {1, rows}:
+            self(torch.zeros(count, self.groups * self.weight.shape[1], dtype=torch.bfloat16, device=words.device))
 
 
 class NormedLinear(FusedLinear):
@@ -137,11 +154,12 @@ class NormedLinear(FusedLinear):
         super().__init__(linear, early=early)
         self.wider = wider
 
-    def warm(self) -> None:
-        super().warm()
+    def warm(self, rows: int = MAX_ROWS) -> None:
+        super().warm(rows)
         k, device = self.weight.shape[1], self.weight.words.device
-        x = torch.zeros(1, k + self.wider, dtype=torch.bfloat16, device=device)[:, :k]
-        self.normed(x, torch.ones(k, dtype=torch.bfloat16, device=device), 1.0)
+        for count in {1, rows}:
+            x = torch.zeros(count, k + self.wider, dtype=torch.bfloat16, device=device)[:, :k]
+            self.normed(x, torch.ones(k, dtype=torch.bfloat16, device=device), 1.0)
 
 
 class JoinedLinear:
@@ -159,15 +177,15 @@ class JoinedLinear:
         self.launch = tuning.joined(n, others, k)
 
     def __call__(self, x: Tensor, settled: bool = False) -> tuple[Tensor, Tensor]:
-        """x: [1 to 8, K] bfloat16 -> both layers' outputs [T, N] bfloat16. settled: as of `project_fp8`."""
+        """x: [1 to 16, K] bfloat16 -> both layers' outputs [T, N] bfloat16. settled: as of `project_fp8`."""
         rows, first = x.shape[0], self.first
         y = project_fp8(x, self.weight, launch=self.launch, first=first, settled=settled).view(-1)
         return y[: rows * first].view(rows, first), y[rows * first :].view(rows, -1)
 
-    def warm(self) -> None:
-        """Compiles and loads the kernel. Not in a capture."""
-        for settled in (False, True):
-            x = torch.zeros(1, self.weight.shape[1], dtype=torch.bfloat16, device=self.weight.words.device)
+    def warm(self, rows: int = MAX_ROWS) -> None:
+        """As FusedLinear's."""
+        for count, settled in product({1, rows}, (False, True)):
+            x = torch.zeros(count, self.weight.shape[1], dtype=torch.bfloat16, device=self.weight.words.device)
             self(x, settled)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specialized_decode.attention import index_tuning as tuning
-from specialized_decode.attention.fused import FusedLinear, JoinedLinear
+from specialized_decode.attention.fused import FusedLinear, JoinedLinear, grid, wide
 from specialized_decode.attention.fused_mla import check_rows, kv_pages, log2_states
 from specialized_decode.attention.kernels.index_inputs import compress_kernel
 from specialized_decode.attention.kernels.index_projection import index_projection_kernel, input_projections_kernel
@@ -47,7 +47,7 @@ def key_pages(cache: Tensor) -> tuple[Tensor, int, int]:
     return cache, stride, log2_states(cache.shape[1])
 
 
-def projection_constants(first: int, heads: int, launch: tuning.IndexProjection) -> dict[str, int]:
+def projection_constants(first: int, heads: int, launch: tuning.IndexProjection, rows: int = 1) -> dict[str, int]:
     """The projection's compile-time arguments. first: outputs ahead of the heads' weights."""
     return {
         "FIRST": first,
@@ -56,10 +56,13 @@ def projection_constants(first: int, heads: int, launch: tuning.IndexProjection)
         "SPLITS": launch.splits,
         "K_WARPS": launch.k_warps,
         "PER_WARP": launch.per_warp,
+        "WIDE": wide(rows),
     }
 
 
-def all_constants(n: int, own: Projection, first: int, heads: int, launch: tuning.IndexProjection) -> dict[str, int]:
+def all_constants(
+    n: int, own: Projection, first: int, heads: int, launch: tuning.IndexProjection, rows: int = 1
+) -> dict[str, int]:
     """Compile-time arguments of `fused_wqa_wkv`, with n outputs and its launch, and that projection in one."""
     index = projection_constants(first, heads, launch)
     return {
@@ -74,6 +77,7 @@ def all_constants(n: int, own: Projection, first: int, heads: int, launch: tunin
         "SPLITS": launch.splits,
         "INDEX_PER_WARP": launch.per_warp,
         "TURNED": own.turned,
+        "WIDE": wide(rows),
     }
 
 
@@ -115,13 +119,13 @@ class FusedIndexer:
         """x: [T, hidden] bfloat16."""
         launch, n = self.launch, self.outputs
         partial = self._sums(x, launch)
-        index_projection_kernel[(launch.splits * n // tuning.TILE,)](
+        index_projection_kernel[grid(launch.splits * n // tuning.TILE, x.shape[0])](
             x.view(torch.int32),
             self.weight.view(torch.int32),
             self.heads.view(torch.int32),
             partial,
             x.shape[0],
-            **projection_constants(self.first_head, self.heads.shape[0], launch),
+            **projection_constants(self.first_head, self.heads.shape[0], launch, x.shape[0]),
             num_warps=launch.k_warps,
             launch_pdl=True,
         )
@@ -143,7 +147,7 @@ class FusedIndexer:
             return None
         partial, (rows, n) = self._sums(x, launch), (x.shape[0], wqa_wkv.weight.shape[0])
         y = torch.empty(rows, n, dtype=torch.bfloat16, device=x.device)
-        input_projections_kernel[((n + launch.splits * self.outputs) // tuning.TILE,)](
+        input_projections_kernel[grid((n + launch.splits * self.outputs) // tuning.TILE, rows)](
             x.view(torch.int32),
             wqa_wkv.weight.words,
             wqa_wkv.weight.scales,
@@ -152,7 +156,7 @@ class FusedIndexer:
             self.heads.view(torch.int32),
             partial,
             rows,
-            **all_constants(n, wqa_wkv.launch, self.first_head, self.heads.shape[0], launch),
+            **all_constants(n, wqa_wkv.launch, self.first_head, self.heads.shape[0], launch, rows),
             num_warps=launch.k_warps,
             launch_pdl=True,
         )
@@ -336,14 +340,15 @@ class FusedIndexer:
         )
         return slots, flags if flags is None else flags[:, :width]
 
-    def warm(self, attn: AttentionView) -> None:
-        """Compiles and loads all that a step of this layer can launch, over caches of its own. Not in a capture."""
+    def warm(self, attn: AttentionView, most: int = tuning.MAX_ROWS) -> None:
+        """Compiles and loads all that a step of this layer of up to `most` rows can launch, over caches of its own. Not
+        in a capture."""
         device = self.bins.device
         layer: Any = _Warming(attn, device)
-        self.wq_b.warm()
+        self.wq_b.warm(most)
         if self.joined is not None:
-            self.joined.warm()
-        for rows in (1, tuning.MAX_ROWS):
+            self.joined.warm(most)
+        for rows in {1, most}:
             positions = torch.zeros(rows, dtype=torch.int64, device=device)
             x = torch.zeros(rows, self.heads.shape[1], dtype=torch.bfloat16, device=device)
             together = self.project_all(x)

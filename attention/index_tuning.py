@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 from specialized_decode.attention.projection_tuning import Projection
 
-# Rows up to which a step runs the index kernels: the head weights and the compressor are projected with rows as the
-# multiplication's narrow side.
-MAX_ROWS = 8
+# Rows up to which a step runs the index kernels: those of their projections, and no more than `index_scores.NEWEST`.
+MAX_ROWS = 16
 TILE, BLOCK = 16, 32
 # Bytes of a tile's block of columns.
 BLOCK_BYTES = TILE * BLOCK * 2

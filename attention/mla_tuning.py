@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-# Rows up to which a step runs the sparse MLA kernels. Not measured: all that a step can have.
+# Rows up to which a step runs the sparse MLA kernels: all that one can have, at which they are right. In vLLM the
+# `low_batch` gate shuts before, and its own kernels take the larger steps; above 8 rows these are not measured.
 MLA_MAX_ROWS = 384
 
 # Keys of a tile: the 64-wide side of a multiplication.

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-# Rows of one launch: the multiplication's narrow side.
-MAX_ROWS = 8
+# Rows of a program: the multiplication's narrow side. And of a launch, whose programs are as many for each of these.
+ROWS, MAX_ROWS = 8, 16
 TILE, BLOCK = 16, 32
 # Bytes of a tile's 32 columns.
 BLOCK_BYTES = TILE * BLOCK
@@ -72,11 +72,11 @@ def projection(n: int, k: int, groups: int = 1) -> Projection:
     # takes 3.15 and 3.48, with one 3.36 and 3.89.
     each = 2 if tiles % 2 == 0 and held * BLOCK_BYTES <= ROUND_BYTES // 4 and tiles * groups // 2 >= ROUND else 1
     programs = tiles * groups // each
-    # The next launch starts at once, where its weights, a fifth of them at a time, are on their way for longer than
-    # rows: of four ranks wq_b takes 3.15 and 3.48 then, else 3.84 and 3.72; wo_b 3.34 and 3.81, with all its weights at
-    # a time 3.87 and 4.46; wo_a 3.18 and 4.29, behind the rows 3.49 and 3.9 to 4.3, as they lie, and a whole step takes
-    # 0.6 to 2 less. fused_wqa_wkv with the longest rows takes 3.82 and 5.6 then, behind its own wait 3.8 and 4.3; of
-    # fewer weights wq_b of eight ranks 3.36 and 3.85, 2.64 and 2.80.
+    # The next launch starts at once, where its weights, a fourth or a fifth of them at a time, are on their way for
+    # longer than rows: of four ranks wq_b takes 3.15 and 3.48 then, else 3.84 and 3.72; wo_b 3.34 and 3.81, with all
+    # its weights at a time 3.87 and 4.46; wo_a 3.18 and 4.29, behind the rows 3.49 and 3.9 to 4.3, as they lie, and a
+    # whole step takes 0.6 to 2 less. fused_wqa_wkv with the longest rows takes 3.82 and 5.6 then, behind its own wait
+    # 3.8 and 4.3; of fewer weights wq_b of eight ranks 3.36 and 3.85, 2.64 and 2.80.
     early = n * k >= EARLY_BYTES and held * BLOCK_BYTES < ROUND_BYTES
     # More programs of 8 warps than of 16 fit on a multiprocessor, so that few are left over: wo_b of two ranks takes
     # 6.12 and 7.86, with 16 warps 7.71 and 8.75.

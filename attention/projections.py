@@ -24,8 +24,8 @@ class FusedProjection(Protocol):
         """x: [T, K] bfloat16, which may be columns of a wider tensor, RMS-normed by norm [K] first, eps above the mean
         square -> [T, N] bfloat16. Of one group."""
 
-    def warm(self) -> None:
-        """Compiles and loads what a call needs. Not in a capture."""
+    def warm(self, rows: int = tuning.MAX_ROWS) -> None:
+        """Compiles and loads what calls of up to so many rows need. Not in a capture."""
 
 
 class FusedProjections(NamedTuple):

@@ -33,12 +33,13 @@ def warm_up(executor: SpecializedDecode) -> None:
             _run_boundaries(executor, rows)
     if executor.sparse_mla is not None:
         executor.sparse_mla.warm(executor.layers[0].layer.attn)
+    most = executor.gates.low_batch
     for plan in executor.layers:
         if isinstance(plan.attention, AttentionStep):
             for projection in plan.attention.projections or ():
-                projection.warm()
+                projection.warm(most)
             if plan.attention.index is not None:
-                plan.attention.index.warm(plan.layer.attn)
+                plan.attention.index.warm(plan.layer.attn, most)
     torch.cuda.synchronize(executor.device)
     kernels = "no kernels" if executor.all_reduce.fused is None else f"boundaries of 1 to {FUSED_MHC_MAX_ROWS} rows"
     logger.info("Warmed up %d side streams and %s", len(executor.side_streams()), kernels)

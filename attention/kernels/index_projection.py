@@ -1,5 +1,5 @@
 """What a layer's caches and scores take of its input: the compressor's columns and the heads' weights, bfloat16, for up
-to eight rows at memory speed; see `projection`, of which this is the sibling whose weights are read in place.
+to sixteen rows; see `projection`, of which this is the sibling whose weights are read in place.
 
 Within a block of 32 columns a lane holds eight neighbours of an output g and of g + 8, and the same ones of a row: any
 columns may meet in a sum, so no weight moves.
@@ -14,6 +14,7 @@ from specialized_decode.attention.kernels.projection import (
     _launch_next,
     _wait,
     _wait_group,
+    own_row,
     project,
     shared_words,
     store_sums,
@@ -50,19 +51,23 @@ def index_projection_kernel(
     SPLITS: gl.constexpr,
     K_WARPS: gl.constexpr,
     PER_WARP: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """Grid (SPLITS N / 16). x: [rows, K] bfloat16 as int32 pairs, rows up to 8; weight: [FIRST, K] likewise, FIRST a
+    """Grid (SPLITS N / 16), or WIDE that and a second axis for every eight rows. x: [rows, K] bfloat16 as int32 pairs;
+    weight: [FIRST, K] likewise, FIRST a
     multiple of 16, or anything where it is 0; heads: [HEADS, K] likewise, whose outputs follow; partial: [SPLITS, rows,
     N] float32, N the next multiple of 16, with zeros behind them. SPLITS K_WARPS PER_WARP blocks of 32 are K. The next
     launch starts when all of x has been asked for."""
     slab = shared_words(PER_WARP * 2, K_WARPS)
-    index_project(gl.program_id(0), slab, x, weight, heads, partial, rows, FIRST, HEADS, N, SPLITS, K_WARPS, PER_WARP)
+    index_project(
+        gl.program_id(0), slab, x, weight, heads, partial, rows, FIRST, HEADS, N, SPLITS, K_WARPS, PER_WARP, WIDE
+    )
 
 
 @gluon.jit
 def index_project(
     program, slab, x, weight, heads, partial, rows, FIRST: gl.constexpr, HEADS: gl.constexpr, N: gl.constexpr,
-    SPLITS: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
+    SPLITS: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """What program number `program` does, the wait included. slab: of `shared_words`, 2 PER_WARP or more."""
     K: gl.constexpr = SPLITS * K_WARPS * PER_WARP * 32
@@ -87,7 +92,7 @@ def index_project(
                 async_copy.async_copy_global_to_shared(slab[i * 2 + half], at, inside)
     async_copy.commit_group()
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
-    own_x = x + gl.minimum(output, rows - 1) * (K // 2) + column
+    own_x = x + gl.minimum(own_row(output, WIDE), rows - 1) * (K // 2) + column
     none = gl.zeros((K_WARPS, 32), gl.float32, lanes)
     sums = (none, none, none, none)
     _wait()
@@ -102,7 +107,7 @@ def index_project(
         upper = four_words(slab[i * 2].load(vectors), K_WARPS, lanes)
         lower = four_words(slab[i * 2 + 1].load(vectors), K_WARPS, lanes)
         sums = _block(upper, lower, four_words(inputs[i], K_WARPS, lanes), sums)
-    store_sums(partial + split * rows * N, (sums,), tile, rows, 0.0, N, K, 1, 1, K_WARPS, False, N)
+    store_sums(partial + split * rows * N, (sums,), tile, rows, 0.0, N, K, 1, 1, K_WARPS, False, N, WIDE)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -126,20 +131,21 @@ def input_projections_kernel(
     SPLITS: gl.constexpr,
     INDEX_PER_WARP: gl.constexpr,
     TURNED: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """Grid (N / 16 + SPLITS INDEX_N / 16): the programs of `projection_kernel`, of a tile each, then those of
-    `index_projection_kernel`. Arguments are theirs, INDEX_N and INDEX_PER_WARP the latter's; the next launch starts
-    when all of x has been asked for."""
+    """Grid (N / 16 + SPLITS INDEX_N / 16), or WIDE that and a second axis for every eight rows: the programs of
+    `projection_kernel`, of a tile each, then those of `index_projection_kernel`. Arguments are theirs, INDEX_N and
+    INDEX_PER_WARP the latter's; the next launch starts when all of x has been asked for."""
     K: gl.constexpr = K_WARPS * PER_WARP * 32
     BUFFERS: gl.constexpr = max(PER_WARP, 2 * INDEX_PER_WARP)
     slab = shared_words(BUFFERS, K_WARPS)
     if gl.program_id(0) < N // 16:
         project(
             gl.program_id(0), slab, x, weights, scales, y, rows, x, 0.0, N, K, 1, 1, 1, K_WARPS, PER_WARP, 1,
-            STAGES, AHEAD, False, True, K // 2, False, N, False, 0, TURNED,
+            STAGES, AHEAD, False, True, K // 2, False, N, False, 0, TURNED, WIDE,
         )  # fmt: skip
     else:
         index_project(
             gl.program_id(0) - N // 16, slab, x, weight, heads, partial, rows, FIRST, HEADS, INDEX_N, SPLITS,
-            K_WARPS, INDEX_PER_WARP,
+            K_WARPS, INDEX_PER_WARP, WIDE,
         )  # fmt: skip

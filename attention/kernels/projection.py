@@ -1,17 +1,18 @@
-"""A dense FP8 projection of up to eight rows at memory speed: y = x W^T, W e4m3 with UE8M0 scales per 32 x 32.
+"""A dense FP8 projection of a few rows at memory speed: y = x W^T, W e4m3 with UE8M0 scales per 32 x 32.
 
-Weights depend on nothing: a program asks for its whole share before the grid dependency resolves, and only then reads
-x. The share goes to shared memory, where it takes no registers, so that the programs of two launches fit on a
-multiprocessor: while one launch multiplies, the weights of the next are on their way. A thread reads back the very
-bytes that it asked for, so its own wait is all it needs.
+Weights depend on nothing: a program asks for its whole share, or for the first of CHUNKS parts of it, before the grid
+dependency resolves, and only then reads x. The share goes to shared memory, where it takes no registers, so that the
+programs of two launches fit on a multiprocessor: while one launch multiplies, the weights of the next are on their way.
+A thread reads back the very bytes that it asked for, so its own wait is all it needs.
 
 Requests are answered in order: rows that one launch asks for wait behind all weights that the next has asked for. So
 what starts early asks for a few weights at a time (DEPTH). And all programs read the same rows at once: TURNED, they
 begin at different columns, as a part of the second-level cache answers one request after the other.
 
-Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that eight rows cost what one costs. A
-program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x; K_WARPS
-warps share the columns and add up at the end.
+Numbers are multiplied on the tensor cores, rows as the 8-wide operand, so that eight rows cost what one costs. Of more
+(WIDE), up to sixteen, further programs take those from the ninth on; weights come out of the second-level cache then.
+A program has TILE_WARPS x TILES tiles of 16 outputs, TILES of them a warp, which share what the warp holds of x;
+K_WARPS warps share the columns and add up at the end.
 
 With NORM, rows are RMS-normed on the way: x is multiplied by the norm's weight, the squares of x are summed up beside
 the outputs, and each output is multiplied by its row's factor in the end.
@@ -137,22 +138,23 @@ def projection_kernel(
     SETTLED: gl.constexpr,
     DEPTH: gl.constexpr,
     TURNED: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
-    """Grid (N / 16 / TILE_WARPS / TILES). x: [rows, GROUPS K] bfloat16 as int32 pairs, rows STRIDE pairs apart;
-    weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32] uint8; y: [rows, FIRST] bfloat16, and
-    right behind it [rows, N - FIRST] for the other outputs. Outputs of group g read x's columns from g K on. PER_WARP
-    CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, of which at most DEPTH are on their way at
-    once, or all where that is 0, and AHEAD blocks of x are asked for at once. TURNED: a program's first warp and first
-    block depend on its number. EARLY: the next launch may start before this one has its input. LATE: only when all of x
-    has been asked for, else behind the wait. NORM: rows are normed first, by norm [K] bfloat16 as int32 pairs, eps
-    above the mean square; with one group alone. SETTLED: x was there before the launch ahead let this one start, whose
-    end this one's first program waits for in the end."""
+    """Grid (N / 16 / TILE_WARPS / TILES), or WIDE that and a second axis for every eight rows. x: [rows, GROUPS K]
+    bfloat16 as int32 pairs, rows STRIDE pairs apart; weights: [N / 16, K / 32, 32, 4] int32; scales: [N / 32, K / 32]
+    uint8; y: [rows, FIRST] bfloat16, and right behind it [rows, N - FIRST] for the other outputs. Outputs of group g
+    read x's columns from g K on. PER_WARP CHUNKS K_WARPS blocks of 32 are K; a chunk's weights come in STAGES, of
+    which at most DEPTH are on their way at once, or all where that is 0, and AHEAD blocks of x are asked for at once.
+    TURNED: a program's first warp and first block depend on its number. EARLY: the next launch may start before this
+    one has its input. LATE: only when all of x has been asked for, else behind the wait. NORM: rows are normed first,
+    by norm [K] bfloat16 as int32 pairs, eps above the mean square; with one group alone. SETTLED: x was there before
+    the launch ahead let this one start, whose end this one's first program waits for in the end."""
     if EARLY:
         _launch_next()
     slab = shared_words(TILES * PER_WARP, TILE_WARPS * K_WARPS)
     project(
         gl.program_id(0), slab, x, weights, scales, y, rows, norm, eps, N, K, GROUPS, TILE_WARPS, TILES, K_WARPS,
-        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED, DEPTH, TURNED,
+        PER_WARP, CHUNKS, STAGES, AHEAD, EARLY, LATE, STRIDE, NORM, FIRST, SETTLED, DEPTH, TURNED, WIDE,
     )  # fmt: skip
 
 
@@ -168,6 +170,12 @@ def shared_words(COUNT: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def own_row(row, WIDE: gl.constexpr):
+    """A program's row of eight, among all."""
+    return row + gl.program_id(1) * 8 if WIDE else row
+
+
+@gluon.jit
 def _turned(i, turn, PER_WARP: gl.constexpr, TURNED: gl.constexpr):
     """The block that comes i-th."""
     return (i + turn) % PER_WARP if TURNED else i
@@ -179,7 +187,7 @@ def project(
     GROUPS: gl.constexpr, TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, PER_WARP: gl.constexpr,
     CHUNKS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr, LATE: gl.constexpr,
     STRIDE: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr, SETTLED: gl.constexpr,
-    DEPTH: gl.constexpr, TURNED: gl.constexpr,
+    DEPTH: gl.constexpr, TURNED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """What program number `program` does, waits included; EARLY has been seen to. slab: of `shared_words`, TILES
     PER_WARP or more."""
@@ -205,7 +213,7 @@ def project(
     own_weights = weights + ((tile * BLOCKS + start) * 32 + lane) * 4 + word
     own_scales = scales + flat_tile // 2 * BLOCKS + flat_start + gl.zeros((WARPS, 32), gl.int32, lanes)
     # A lane of a row that is not there reads the last one; nobody stores what becomes of it.
-    row = gl.minimum(lane // 4, rows - 1)
+    row = gl.minimum(own_row(lane // 4, WIDE), rows - 1)
     own_x = x + row * STRIDE + tile // (N // 16 // GROUPS) * (K // 2) + start * 16 + lane % 4 * 4 + word
     own_norm = norm + start * 16 + lane % 4 * 4 + word + gl.zeros((WARPS, 32, 4), gl.int32, vectors)
     none = gl.zeros((WARPS, 32), gl.float32, lanes)
@@ -271,7 +279,7 @@ def project(
                 sums = sums[1:] + (due,)  # type: ignore[assignment]  # noqa: RUF005
     if NORM:
         sums = sums + (squares,)  # type: ignore[assignment]  # noqa: RUF005
-    store_sums(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM, FIRST)
+    store_sums(y, sums, first, rows, eps, N, K, TILE_WARPS, TILES, K_WARPS, NORM, FIRST, WIDE)
     if SETTLED and program == 0:
         # The others leave room for what is behind.
         _wait()
@@ -293,6 +301,7 @@ def _quad(c, WARPS: gl.constexpr):
 def store_sums(
     y, sums, first, rows, eps, N: gl.constexpr, K: gl.constexpr,
     TILE_WARPS: gl.constexpr, TILES: gl.constexpr, K_WARPS: gl.constexpr, NORM: gl.constexpr, FIRST: gl.constexpr,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
     """Adds the sums of the warps that share a tile's columns. A lane's four are outputs lane / 4 and 8 more, of rows
     2 (lane mod 4) and the next. NORM: behind the tiles' are the rows' squares. Outputs from FIRST on, where some
@@ -310,7 +319,7 @@ def store_sums(
         four = gl.reshape(_quad(sums[j], WARPS), (K_WARPS, WIDTH))
         partial.index(j).store(gl.convert_layout(four, quads, assert_trivial=True))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, across))
-    row = place // 4 % 4 * 2 + place % 2
+    row = own_row(place // 4 % 4 * 2 + place % 2, WIDE)
     output = (first + place // 128 * TILES) * 16 + place // 2 % 2 * 8 + place // 16 % 8
     own = y + row * N + output
     if FIRST < N:

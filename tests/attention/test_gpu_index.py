@@ -32,7 +32,7 @@ from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
 CONTEXTS = (1, 2, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192, 24576)
-RAGGED = (8192, 1, 0, 513, 24576, 2, 1023, 130)
+RAGGED = (8192, 1, 0, 513, 24576, 2, 1023, 130, 129, 514, 0, 12000, 511, 3, 1024, 127)
 RATIOS = {1: Shape(), 2: Shape(ratio=2, states=32)}
 
 
@@ -68,16 +68,17 @@ def test_cuts(ratio: int, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TOP_WARPS", tuning.TOPS[at % len(tuning.TOPS)])
     monkeypatch.setattr(tuning, "SPREAD", tuning.SPREADS[at % len(tuning.SPREADS)])
     check(IndexCase(RATIOS[ratio], RAGGED[:1], 11, DEVICE))
-    check(IndexCase(RATIOS[ratio], RAGGED, 12, DEVICE))
+    check(IndexCase(RATIOS[ratio], RAGGED[:8], 12, DEVICE))
+    check(IndexCase(RATIOS[ratio], RAGGED, 13, DEVICE))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
 @pytest.mark.parametrize(
     "shape", [*RATIOS.values(), Shape(compressor=False), Shape(heads=20), Shape(heads=64, hidden=4096)], ids=str
 )
 def test_projections(shape: Shape, rows: int) -> None:
     """Of the input and of queries, in a launch each and in one; the same bits again, whatever was in memory."""
-    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows, DEVICE)
+    case = IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2, 7, 0, 131, 6, 8)[:rows], rows, DEVICE)
     alone = FusedIndexer(case.attn, fused_bins(DEVICE))
     wqa_wkv = FusedLinear(fp8_linear(1, 1792, shape.hidden, shape.hidden**-0.5, DEVICE))
     wq_b = FusedLinear(fp8_linear(2, 8192, shape.q_rank, shape.q_rank**-0.5, DEVICE))
@@ -124,10 +125,10 @@ def test_drafts(ratio: int) -> None:
     check(IndexCase(Shape(ratio=ratio, count=2, states=64 // ratio), (2049, 2, 0, 131), 3, DEVICE))
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 16])
 def test_consumer(rows: int) -> None:
     """No compressor, and candidates alone; one row of them has none."""
-    case = IndexCase(Shape(compressor=False), RAGGED[-rows:], rows, DEVICE)
+    case = IndexCase(Shape(compressor=False), RAGGED[8 - min(rows, 8) : max(rows, 8)], rows, DEVICE)
     flags = torch.rand(rows, case.columns, generator=case.generator).to(DEVICE) < 0.2
     flags[-1] = False
     check(case, flags)
@@ -174,7 +175,7 @@ def test_ties() -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6)])
+@pytest.mark.parametrize(("requests", "count"), [(1, 1), (8, 1), (4, 2), (1, 6), (16, 1)])
 @pytest.mark.parametrize("settled", [False, True])
 def test_replays(settled: bool, requests: int, count: int, ratio: int) -> None:
     """A chain of all launches of three layers in one graph, replayed over other batches: as one launch after the other,
@@ -281,8 +282,8 @@ def test_warm_up_compiles_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_inputs_are_refused() -> None:
     case = IndexCase(Shape(), (5, 7), 1, DEVICE)
     fused = FusedIndexer(case.attn, fused_bins(DEVICE))
-    with pytest.raises(ValueError, match=r"indexer: found 9 rows, expected 1 to 8"):
-        fused.project(case.x.new_zeros(9, 5120))
+    with pytest.raises(ValueError, match=r"indexer: found 17 rows, expected 1 to 16"):
+        fused.project(case.x.new_zeros(17, 5120))
     with pytest.raises(ValueError, match=r"x: found torch.float32"):
         fused.project(case.x.float())
     inputs = fused.project(case.x)

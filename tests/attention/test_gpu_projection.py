@@ -157,7 +157,7 @@ def test_other_inputs_are_refused() -> None:
         torch.zeros(32, 64, device=DEVICE).to(torch.float8_e4m3fn),
         torch.full((1, 2), 127, dtype=torch.uint8, device=DEVICE),
     )
-    with pytest.raises(ValueError, match=r"found torch.bfloat16 \[9, 64\]"):
-        project_fp8(torch.zeros(9, 64, dtype=torch.bfloat16, device=DEVICE), prepared)
+    with pytest.raises(ValueError, match=r"found torch.bfloat16 \[17, 64\]"):
+        project_fp8(torch.zeros(17, 64, dtype=torch.bfloat16, device=DEVICE), prepared)
     with pytest.raises(ValueError, match=r"found torch.float32 \[1, 64\]"):
         project_fp8(torch.zeros(1, 64, device=DEVICE), prepared)

@@ -120,6 +120,11 @@ def variants() -> dict[str, Variant]:
         found[f"projection, ratio {ratio}"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
         constants = all_constants(OUTPUTS, wqa_wkv, first, HEADS, beside)
         found[f"inputs, ratio {ratio}"] = launch_of(input_projections_kernel, INPUTS, constants, beside.k_warps)
+        if ratio == 2:
+            constants = all_constants(OUTPUTS, wqa_wkv, first, HEADS, beside, tuning.MAX_ROWS)
+            found["inputs, many rows"] = launch_of(input_projections_kernel, INPUTS, constants, beside.k_warps)
+            constants = projection_constants(first, HEADS, launch, tuning.MAX_ROWS)
+            found["projection, many rows"] = launch_of(index_projection_kernel, PROJECTION, constants, launch.k_warps)
         unfused: dict[str, Any] = {"enable_fp_fusion": False}
         for splits in {launch.splits, beside.splits}:
             constants = {"N": n, "SPLITS": splits, "RATIO": ratio, "PARTS": tuning.key_parts(tuning.COMPRESS_WARPS)}
@@ -177,6 +182,8 @@ def architectures(name: str) -> tuple[int, ...]:
     if name.endswith(" 2048 candidates"):
         return ARCHITECTURES
     if name.startswith("best") and not name.startswith(f"best, ratio 2, {tuning.TOP_WARPS} "):
+        return (90,)
+    if name.endswith("many rows"):
         return (90,)
     return ARCHITECTURES if "ratio 2" in name else ARCHITECTURES[:-1]
 

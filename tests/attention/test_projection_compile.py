@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specialized_decode.attention import projection_tuning as tuning
-from specialized_decode.attention.fused import constants
+from specialized_decode.attention.fused import constants, wide
 from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import SHAPES
 from tests.helpers.compiled import (
@@ -190,6 +190,29 @@ def test_a_projection_that_norms(
     assert before.count("ld.global.v4") == behind.count("ld.global.v4") == launch.per_warp * launch.chunks
     blocks = launch.per_warp * launch.chunks
     assert behind.count("mma.sync") == 2 * blocks * (launch.tiles + 1)
+
+
+LAUNCHES = {f"{n}x{k}x{groups}": constants(n, k, groups, tuning.projection(n, k, groups)) for n, k, groups in SHAPES}
+LAUNCHES["normed"] = constants(8192, 1280, 1, tuning.waiting(tuning.projection(8192, 1280)), 1792, True)
+LAUNCHES["queries"] = constants(12288, 1280, 1, tuning.joined(4096, 8192, 1280), first=4096, settled=True)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_programs_of_more_than_eight_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as those of eight, and read and multiply as much."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    counts = []
+    for rows in (tuning.ROWS, tuning.MAX_ROWS):
+        values = {**LAUNCHES[name], "WIDE": wide(rows)}
+        warps = values["TILE_WARPS"] * values["K_WARPS"]
+        turned = {"maxnreg": tuning.MOST_REGISTERS // (32 * warps)} if values["TURNED"] else {}
+        kernel = compile_variant(Variant(projection_kernel, SIGNATURE, values, warps, turned), 90)
+        found = resources(kernel, tmp_path)
+        assert_fits(name, found, warps, registers=tuning.MOST_REGISTERS, shared=tuning.MOST_BYTES)
+        code = ("cp.async.cg.shared.global", "ld.global", "mma.sync", "st.global", "griddepcontrol.wait")
+        counts.append([found["SHARED"], *(kernel.asm["ptx"].count(part) for part in code)])
+        assert ("%ctaid.y" in kernel.asm["ptx"]) == (rows > tuning.ROWS)
+    assert counts[0] == counts[1]
 
 
 def order_of_machine_code(cubin: Path, ahead: int) -> None:

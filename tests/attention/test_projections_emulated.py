@@ -25,14 +25,17 @@ INDEXED = [
     Shape(compressor=False, heads=8, q_rank=320),
 ]
 
+# One, all of a program's, and some of a second program's.
+ROWS = (1, 8, 13)
+
 
 def indexed(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> IndexCase:
     emulate(monkeypatch, fused_index, (index_projection, projection, fragments))
     emulate(monkeypatch, fused, (projection, fragments))
-    return IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2)[:rows], rows)
+    return IndexCase(shape, (9, 0, 200, 1, 5, 4, 3, 2, 7, 0, 131, 6, 8)[:rows], rows)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", INDEXED)
 def test_index_projection(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = indexed(shape, rows, monkeypatch)
@@ -42,7 +45,7 @@ def test_index_projection(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPat
     assert_projected(case, partial)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", INDEXED)
 def test_projections_of_the_input_and_of_queries(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch each: what they give apart."""
@@ -79,7 +82,7 @@ def test_projection(n: int, k: int, groups: int, monkeypatch: pytest.MonkeyPatch
     weight = torch.randn(n, k, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.randint(115, 125, (n // 32, k // 32), generator=generator, dtype=torch.uint8)
     prepared, full = prepare_fp8(weight, scale), reference.dequantize(weight, scale).double()
-    for rows in (1, 5, 8):
+    for rows in ROWS:
         x = torch.randn(rows, groups * k, generator=generator).bfloat16()
         parts = zip(x.double().chunk(groups, 1), full.chunk(groups), strict=True)
         exact = torch.cat([part @ own.T for part, own in parts], 1)
@@ -89,7 +92,7 @@ def test_projection(n: int, k: int, groups: int, monkeypatch: pytest.MonkeyPatch
             assert error <= 1.1 * best, f"{launch}: found an error of {error:g}, a rounding has {best:g}"
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", ROWS)
 def test_projection_that_norms(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a wider tensor, as good as with the norm apart."""
     emulate(monkeypatch, fused, (projection, fragments))

@@ -73,7 +73,7 @@ class _OnPrepared:
     def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self(attention_reference.rms_norm(x, norm, eps))
 
-    def warm(self) -> None:
+    def warm(self, rows: int = 0) -> None:
         """Nothing to compile."""
 
 
@@ -309,16 +309,16 @@ def test_a_source_that_selects_anew_in_a_step_replaces_its_table(prefilled: Worl
 
 
 @pytest.mark.parametrize("publish", [True, False])
-@pytest.mark.parametrize(("rows", "low_batch"), [(1, True), (5, True), (8, True), (9, True), (16, True), (5, False)])
+@pytest.mark.parametrize(("rows", "low_batch"), [(1, True), (8, True), (9, True), (16, True), (17, True), (5, False)])
 def test_projections_on_prepared_weights(prefilled: World, rows: int, low_batch: bool, publish: bool) -> None:
-    """The same bits as the plain layers', each projection once a layer where a low-batch step has at most 8 rows."""
+    """The same bits as the plain layers', each projection once a layer where a low-batch step has at most 16 rows."""
     plain, ours = copy.deepcopy(prefilled), copy.deepcopy(prefilled)
     steps, chosen = _Steps(ours, publish, on_prepared=True), [*range(15, 15 - rows + 1, -1), -1]
     for seed in (17, 18):
         expected = plain.decode(chosen, [1] * rows, plain.plain, seed)
         found = steps.decode(chosen, [1] * rows, Gates(rows, low_batch=low_batch), seed)
         _assert_same(found, expected, ours, plain, _kept(chosen, [1] * rows))
-    used = low_batch and rows <= 8
+    used = low_batch and rows <= 16
     for number, projections in steps.projections.items():
         for projection in projections:
             assert isinstance(projection, _OnPrepared)
@@ -329,9 +329,9 @@ def test_a_projection_stores_into_the_boundarys_slot(prefilled: World) -> None:
     """It is handed the slot itself, and where it serves none is handed out otherwise."""
     steps = _Steps(copy.deepcopy(prefilled), on_prepared=True)
     slot = steps.all_reduce.publish_target(2)
-    for rows, stored in ((2, True), (9, False)):
+    for rows, stored in ((2, True), (16, True), (17, False)):
         steps.reset()
-        chosen = [4, 5, 6, 7, 8, 9, 10, 11, 12][:rows]
+        chosen = [*range(4, 16), 0, 1, 2, 3, -1][:rows]
         batch, x = steps.world.batch(chosen, [1] * rows), layer_inputs(chosen, [1] * rows, 19)
         with steps.world.context.running(batch.metadata):
             output = steps.steps[0].run(x[0], None, batch.positions, Gates(rows))

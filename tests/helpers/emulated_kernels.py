@@ -5,6 +5,7 @@ language module replaced; layouts are ignored, which a compiler checks. Every ac
 assembly is read instruction by instruction: those that the kernels use, as PTX ISA 8.5 defines them.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 Index = Any
+# The running program's number on each axis: one for all, since functions of one module serve kernels of another.
+RUNNING = [0, 0]
 
 
 class Value:
@@ -279,11 +282,11 @@ def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Value], Value]:
     return lambda value: Value(function(value.data))
 
 
-def language(program: Callable[[], int]) -> SimpleNamespace:
-    """What stands for `triton.language` and for Gluon's; program: the running program's number."""
+def language(program: Callable[[int], int]) -> SimpleNamespace:
+    """What stands for `triton.language` and for Gluon's; program: the running program's number on an axis."""
     nothing = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
     return SimpleNamespace(
-        program_id=lambda axis: program(),
+        program_id=program,
         load=load,
         store=store,
         atomic_add=atomic_add,
@@ -359,18 +362,19 @@ def _memory(tensor: Tensor) -> Tensor:
 class Emulated:
     """A kernel that is launched as ever, on CPU tensors. Programs run in a shuffled order if asked."""
 
-    def __init__(self, kernel: Any, current: list[int]) -> None:
-        self.kernel, self.current = kernel, current
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
         self.launches: list[int] = []
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(
             *arguments: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None = None, **constants: Any
         ) -> None:
             given = [Pointer(_memory(one)) if isinstance(one, Tensor) else one for one in arguments]
-            self.launches.append(grid[0])
-            for number in torch.randperm(grid[0], generator=torch.Generator().manual_seed(grid[0])).tolist():
-                self.current[0] = number
+            programs = math.prod(grid)
+            self.launches.append(programs)
+            for number in torch.randperm(programs, generator=torch.Generator().manual_seed(programs)).tolist():
+                RUNNING[:] = number % grid[0], number // grid[0]
                 self.kernel.fn(*given, **constants)
 
         return launch
@@ -382,8 +386,7 @@ def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[M
     from triton.language import constexpr
     from triton.runtime.jit import JITFunction
 
-    current = [0]
-    substitute = language(lambda: current[0])
+    substitute = language(RUNNING.__getitem__)
     kernels: dict[str, Emulated] = {}
     originals = {name: value for name, value in vars(launcher).items() if isinstance(value, JITFunction)}
     for module in modules:
@@ -398,6 +401,6 @@ def emulate(patch: pytest.MonkeyPatch, launcher: ModuleType, modules: Sequence[M
         if hasattr(module, "async_copy"):
             patch.setattr(module, "async_copy", ASYNC_COPY)
     for name, kernel in originals.items():
-        kernels[name] = Emulated(kernel, current)
+        kernels[name] = Emulated(kernel)
         patch.setattr(launcher, name, kernels[name])
     return kernels

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "padding alone": (Shape(hidden=320), (0, 0)),
     "drafts": (Shape(hidden=320, count=6), (700,)),
     "drafts, ratio 2": (Shape(ratio=2, hidden=320, count=3, states=32), (703, 2)),
+    "sixteen rows": (Shape(hidden=64), (1, 513, 0, 2, 129, 3, 0, 70, 5, 600, 8, 1, 130, 4, 2, 33)),
+    "drafts of sixteen rows, ratio 2": (Shape(ratio=2, states=32, count=4, **SMALL), (50, 0, 131, 7)),
     "small widths": (Shape(ratio=2, states=32, **SMALL), (1, 47, 48, 49, 0, 96)),
     "wide maximum": (Shape(hidden=320, longest=4000), (600, 7)),
     "as many blocks as candidates": (Shape(hidden=320, blocks=80, longest=700), (1, 8, 9, 633, 640, 0)),

@@ -140,7 +140,7 @@ class PlainProjection:
     def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return self(reference.rms_norm(x, norm, eps))
 
-    def warm(self) -> None:
+    def warm(self, rows: int = 0) -> None:
         """Nothing to compile."""
 
 
@@ -154,7 +154,7 @@ class PlainJoined:
         first, second = self.both
         return first(x), second(x)
 
-    def warm(self) -> None:
+    def warm(self, rows: int = 0) -> None:
         """Nothing to compile."""
 
 
