@@ -1,8 +1,10 @@
 """The attention step's kernels in CUDA graphs, at V4.1-Flash's widths of one rank of four.
 
 `python -m benchmarks.attention` writes benchmarks/results/attention_h200.json: each dense projection in a chain of
-launches whose weights take turns and do not fit the L2 cache, beside bfloat16 products of cuBLAS over the same widths.
-With `--sweep` it times every launch configuration that `tuning.candidates` has instead, and writes nothing.
+launches whose weights take turns and do not fit the L2 cache, beside bfloat16 products of cuBLAS over the same widths,
+and, where vLLM is installed, its FP8 layer: of all but `wo_a`, which vLLM holds in bfloat16. `wq_b` is there as steps
+run it too: with its input's norm, the next launch behind its wait. With `--sweep` it times every launch configuration
+that `tuning.candidates` has instead, and writes nothing.
 """
 
 import multiprocessing
@@ -10,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.boundary import interleaved, write
 from benchmarks.results import FOLDER, commit
+from benchmarks.stock_linear import StockLinear
 from specialized_decode.attention import projection_tuning as tuning
 from specialized_decode.attention.fused import project_fp8
 from specialized_decode.attention.prepared import PreparedFp8, prepare_fp8
@@ -30,7 +34,7 @@ PROJECTIONS = {
     "wo_a": (2048, 4096, 2),
     "wo_b": (5120, 2048, 1),
 }
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16)
 # Twice the L2 cache of 50 MB, and more.
 ROTATED_BYTES = 160_000_000
 CHAIN = 80
@@ -48,9 +52,14 @@ def weights(name: str) -> list[Tensor]:
 
 def prepare(name: str, rotated: list[Tensor]) -> list[PreparedFp8]:
     """They as the kernel reads them, with one scale."""
-    n, k, _ = PROJECTIONS[name]
-    scale = torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device="cuda")
+    scale = scales(name)
     return [prepare_fp8(weight, scale) for weight in rotated]
+
+
+def scales(name: str) -> Tensor:
+    """Of one projection."""
+    n, k, _ = PROJECTIONS[name]
+    return torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device="cuda")
 
 
 def inputs(name: str, rows: int) -> Tensor:
@@ -68,6 +77,31 @@ def chain(
     def run() -> None:
         for number in range(CHAIN):
             project_fp8(x, prepared[number % len(prepared)], groups, launch)
+
+    return run
+
+
+def chain_normed(rows: int, prepared: list[PreparedFp8]) -> Callable[[], None]:
+    """The same of `wq_b` as steps run it, its input columns of a wider tensor."""
+    n, k, _ = PROJECTIONS["wq_b"]
+    x = torch.randn(rows, k + 512, device="cuda").bfloat16()[:, :k]
+    norm, launch = torch.ones(k, dtype=torch.bfloat16, device="cuda"), tuning.waiting(tuning.projection(n, k))
+
+    def run() -> None:
+        for number in range(CHAIN):
+            project_fp8(x, prepared[number % len(prepared)], launch=launch, norm=norm, eps=1e-6)
+
+    return run
+
+
+def chain_stock(name: str, rows: int, rotated: list[Tensor]) -> Callable[[], None]:
+    """The same by vLLM's layers."""
+    x, scale = inputs(name, rows), scales(name)
+    layers = [StockLinear(weight, scale) for weight in rotated]
+
+    def run() -> None:
+        for number in range(CHAIN):
+            layers[number % len(layers)](x)
 
     return run
 
@@ -155,38 +189,56 @@ def table(name: str, launches: list[tuning.Projection], replays: int) -> str:
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
-def measure(rows: int, replays: int) -> dict[str, Any]:
-    """One row count: microseconds of each projection, and how many times the floor of its weights' bytes that is."""
+def measure(rows: int, stock: bool, replays: int) -> dict[str, Any]:
+    """One row count: microseconds of each projection; the floor is printed beside them. stock: whether by vLLM's layers
+    too."""
     us = {}
-    for name, (n, k, _) in PROJECTIONS.items():
+    for name, (n, k, groups) in PROJECTIONS.items():
         rotated = weights(name)
+        prepared = prepare(name, rotated)
         chains: dict[str, tuple[Callable[[], object], int]] = {
-            "kernel": (chain(name, rows, prepare(name, rotated)), CHAIN),
+            "kernel": (chain(name, rows, prepared), CHAIN),
             "cuBLAS, bfloat16": (chain_cublas(name, rows, rotated), CHAIN),
         }
+        if name == "wq_b":
+            chains["kernel, as steps run it"] = chain_normed(rows, prepared), CHAIN
+        if stock and groups == 1:
+            chains["vLLM"] = chain_stock(name, rows, rotated), CHAIN
         for label, values in interleaved(chains, replays).items():
             q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
             us[f"{name}, {label}"] = {"median": round(median, 3), "q1": round(q1, 3), "q3": round(q3, 3)}
-        floor = n * k / MEMORY
-        click.echo(f"{rows} rows, {name}: {us[f'{name}, kernel']['median']:.2f} us, floor {floor:.2f}, cuBLAS "
-                   f"{us[f'{name}, cuBLAS, bfloat16']['median']:.2f}")  # fmt: skip
+        found = ", ".join(f"{label} {us[f'{name}, {label}']['median']:.2f}" for label in chains)
+        click.echo(f"{rows} rows, {name}: {found} us, floor {n * k / MEMORY:.2f}")
     return {"rows": rows, "ranks": 1, "us": us}
+
+
+def stock_version() -> str | None:
+    """vLLM's, or None, with the reason said, where its layers cannot run here."""
+    try:
+        name = "wo_b"
+        StockLinear(weights(name)[0], scales(name))(inputs(name, 1))
+        return version("vllm")
+    except Exception as error:
+        click.echo(f"no stock layer: {type(error).__name__}: {error}", err=True)
+        return None
 
 
 @click.command()
 @click.option("--name", default="attention_h200", show_default=True, help="Name of the result.")
 @click.option("--commit", "given", help="The commit, where the checkout is a copy without its history.")
 @click.option("--out", type=click.Path(path_type=Path), default=FOLDER, help="Folder that the result is written to.")
+@click.option("--no-stock", is_flag=True, help="Leave vLLM's layers out.")
 @click.option("--replays", type=click.IntRange(min=20), default=REPLAYS, show_default=True)
 @click.option("--sweep", "swept", is_flag=True, help="Time all launch configurations instead; writes nothing.")
-def main(name: str, given: str | None, out: Path, replays: int, swept: bool) -> None:
+def main(name: str, given: str | None, out: Path, no_stock: bool, replays: int, swept: bool) -> None:
     """Times the attention kernels on the current GPU."""
     if swept:
         sweep(replays)
         return
-    source = given or commit()
+    source, stock = given or commit(), None if no_stock else stock_version()
     runs = [
-        measure(rows, replays) | {"commit": source, "torch": torch.__version__, "vllm": None, "replays": replays}
+        measure(rows, stock is not None, replays)
+        | {"commit": source, "torch": torch.__version__, "vllm": stock, "replays": replays}
         for rows in ROWS
     ]
     result = {"benchmark": name, "kind": "boundary", "unit": "projection", "hidden_size": 5120}

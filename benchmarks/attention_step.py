@@ -26,6 +26,7 @@ from specialized_decode.attention import (
     CandidateOverlap,
     SparseIndexTables,
     SparseMlaDecode,
+    projection_tuning,
     reference,
 )
 from specialized_decode.attention.fused import fused_projections
@@ -66,7 +67,7 @@ COLD, EVICTIONS = "kernels, nothing cached", "evictions"
 
 @dataclass(frozen=True)
 class Gates:
-    """A step's gates, as Hopper's table has them."""
+    """A step's gates, as Hopper's table has them; but low-batch as far as kernels go."""
 
     rows: int
 
@@ -76,7 +77,7 @@ class Gates:
 
     @property
     def low_batch(self) -> bool:
-        return self.rows <= 8
+        return self.rows <= projection_tuning.MAX_ROWS
 
     @property
     def overlap_inputs(self) -> bool:
@@ -238,8 +239,8 @@ def measure(config: ModelConfig, rows: int, context: int, kinds: list[str], repl
             "projections alone": layers.chain(False, True),
             "reference ops": layers.chain(False, False),
         }
-        if rows > 8:
-            # There they serve no step.
+        if rows > projection_tuning.MAX_ROWS:
+            # There the kernels are those of sparse MLA.
             del chains["projections alone"], chains["sparse MLA alone"]
         times = interleaved(chains, CHAIN, replays)
         # Of the same turn: what changes from one to the next falls out.

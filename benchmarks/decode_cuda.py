@@ -1,7 +1,7 @@
 """V4.1-Flash's widths on one GPU: plain steps and the executor's captured graphs, interleaved.
 
 `python -m benchmarks.decode_cuda FOLDER --name decode_h200` writes benchmarks/results/decode_h200.json. The executor
-runs reference ops so far: the times say what a graph saves, not what kernels will.
+runs reference ops: the times say what a graph saves, not what kernels will.
 """
 
 from pathlib import Path

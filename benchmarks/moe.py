@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import FOLDER, write_gpu_result
+from benchmarks.stock_linear import StockLinear
 from benchmarks.timing import replayed
 from specialized_decode.moe.fused import FusedMoE
 from tests.helpers.held_moe import HeldMoE, held_moe, inputs
@@ -83,28 +84,6 @@ def chains(layers: Layers, rows: int, stock: "Stock | None") -> tuple[dict[str, 
     return found, [routing.ids for routing in routings]
 
 
-class SharedLinear:
-    """vLLM's linear layer of a shared expert, as Hopper's backend repacks and runs it."""
-
-    def __init__(self, weight: Tensor, scale: Tensor) -> None:
-        """weight: [N, K] e4m3, scale: [N / 32, K / 32] uint8; both are copied."""
-        from vllm.model_executor.kernels.linear.mxfp8.humming import HummingMxfp8LinearKernel
-        from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
-
-        rows, columns = weight.shape
-        layer: Any = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-        layer.weight_scale = torch.nn.Parameter(scale.repeat_interleave(32, 0), requires_grad=False)
-        layer.params_dtype, layer.has_bias = torch.bfloat16, False
-        layer.input_size_per_partition, layer.output_partition_sizes = columns, [rows]
-        self.layer, self.kernel = layer, HummingMxfp8LinearKernel(Mxfp8LinearLayerConfig((rows, columns)))
-        self.kernel.process_weights_after_loading(layer)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self.kernel.apply_weights(self.layer, x)
-        return out
-
-
 class Stock:
     """vLLM's router, routed experts, as its Humming backend's indexed experts call them, and shared expert."""
 
@@ -127,7 +106,7 @@ class Stock:
         self.compute = json.dumps({"gemm_type": gemm.value})
         self.locks = create_humming_locks(torch.device("cuda"))
         self.activation = get_humming_activation(MoEActivation.SILU, ApplyMoEActivationConfig(clamp_limit=LIMIT))
-        self.shared_layers: dict[int, tuple[SharedLinear, SharedLinear]] = {}
+        self.shared_layers: dict[int, tuple[StockLinear, StockLinear]] = {}
 
     def __call__(self, layer: HeldMoE, x: Tensor) -> Tensor:
         from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
@@ -151,7 +130,7 @@ class Stock:
         if id(layer) not in self.shared_layers:
             up, down = layer.shared_up, layer.shared_down
             assert up.scale is not None and down.scale is not None
-            self.shared_layers[id(layer)] = SharedLinear(up.weight, up.scale), SharedLinear(down.weight, down.scale)
+            self.shared_layers[id(layer)] = StockLinear(up.weight, up.scale), StockLinear(down.weight, down.scale)
         first, second = self.shared_layers[id(layer)]
         gate_up = first(x)
         hidden = gate_up.new_empty(x.shape[0], gate_up.shape[1] // 2)
