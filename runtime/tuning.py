@@ -1,7 +1,7 @@
 """The gates' row counts, one table per GPU family. Pure data and pure functions.
 
-A number stands here with its measurement. Until a family's kernels are measured, its row carries the limits that the
-reference ops are tested at, and says so.
+A number stands here with its measurement, or with what is missing. Until a family's kernels are measured, its row
+carries the limits that the reference ops are tested at.
 """
 
 from dataclasses import dataclass, replace
@@ -26,12 +26,14 @@ class GateRows:
     engram_prefetch: int
 
 
-# Not measured: the reference ops' times say nothing about kernels.
+# What the reference ops are tested at: their times say nothing about kernels.
 _UNMEASURED = GateRows(mhc_overlap=48, low_batch=8, overlap=48, engram_prefetch=48)
-# Hopper's mhc_overlap: on an H200 the coefficients cost a step of 80 sublayers less beside them than before them at 1,
-# 8 and 48 rows (-45, 79, 220 against 465, 619, 757 us), more at 384 (1375 against 1092); 2026-11-30,
-# docs/benchmarks.md. No row count between was tried, and no other gate has kernels behind it.
-_HOPPER = replace(_UNMEASURED, mhc_overlap=48)
+# Hopper's, on an H200 (docs/benchmarks.md). mhc_overlap: the coefficients cost a step of 80 sublayers less beside them
+# than before them at 1, 8 and 48 rows (-34, 63, 179 against 385, 554, 686 us), more at 384 (1289 against 1082); no row
+# count between was tried. low_batch: at 1 to 8 rows a layer's attention takes 0.24 to 0.37 of vLLM's time and its MoE
+# 0.35 to 0.63; the MoE kernels end there, attention's at 16, and of 9 to 16 rows nothing is measured. The other two
+# have no kernels behind them: those of a selection choose candidates in their own launch, whatever `overlap` says.
+_HOPPER = replace(_UNMEASURED, mhc_overlap=48, low_batch=8)
 GATES = {"cpu": _UNMEASURED, "hopper": _HOPPER, "blackwell": _UNMEASURED}
 
 
