@@ -59,13 +59,15 @@ def kernels_write_like_vllm(engine: Engine, folder: Path) -> None:
     keys but for what a latent's last bit turns, and nobody else's bytes. Warming writes none."""
     from vllm.forward_context import set_forward_context
 
+    from specialized_decode.runtime.tuning import GATES
+
     positions, metadata = ragged_batch(engine)
     random = torch.Generator().manual_seed(6)
     with set_forward_context(metadata, engine.config, num_tokens=ROWS):
         for attn in (layer.attn for layer in engine.target().layers if layer.attn.compressor is not None):
             memory = bytes_of(engine)
             before, kernels = memory.clone(), indexer_kernels(attn)
-            kernels.warm(attn)
+            kernels.warm(attn, GATES["hopper"].low_batch)
             assert torch.equal(memory, before), f"layer {attn.layer_id}: warming wrote to vLLM's caches"
             assert_same_records(memory, attn, kernels, positions, random)
 
