@@ -106,20 +106,21 @@ def variants() -> dict[str, Variant]:
         constants = {"N": n, "WINDOW": window, "BLOCK": tuning.TABLE_BLOCK}
         signature = {**SLOTS, "source": "*i64"} if window else SLOTS
         found["window" if window else "selection"] = launch_of(slots_kernel, signature, constants, 4)
-    # Every cut of TP4's and TP8's widths; of TP2's and TP1's, which share theirs, ends and middle.
-    wanted = [(rows, 16, topk) for topk in (TOPK, 0) for rows in range(1, tuning.MLA_MAX_ROWS + 1)]
-    wanted += [(rows, heads, TOPK) for heads in (32, 64) for rows in (1, 4, 8, 48, 384)]
+    # Every cut that a step launches at TP4's and TP8's widths and at TP2's and TP1's, which share theirs. Where a layer
+    # selects, the selection is unsettled in a low-batch step, whose rows may be inserted, and all in other steps.
+    every = range(1, tuning.MLA_MAX_ROWS + 1)
+    wanted = [(rows, heads, topk, Settled.ALL) for heads in (16, 32, 64) for topk in (TOPK, 0) for rows in every]
+    wanted += [(rows, heads, TOPK, Settled.WINDOW) for heads in (16, 32, 64) for rows in every[:MAX_INSERTED]]
+    wanted += [(rows, heads, TOPK, Settled.NOTHING) for heads in (32, 64) for rows in every[MAX_INSERTED:]]
     seen = set()
-    for rows, heads, topk in wanted:
-        few = rows <= MAX_INSERTED and tuning.sparse_mla(rows, heads, WINDOW, topk).inserts
-        for insert in (False, True) if few else (False,):
-            variant = mla(rows, heads, topk, insert=insert)
+    for rows, heads, topk, settled in wanted:
+        inserts = rows <= MAX_INSERTED and tuning.sparse_mla(rows, heads, WINDOW, topk).inserts
+        way = {Settled.ALL: f"top-k {topk}", Settled.WINDOW: "selecting", Settled.NOTHING: "unsettled"}[settled]
+        for insert in (False, True) if inserts and settled == Settled.ALL else (False,):
+            variant = mla(rows, heads, topk, settled, insert)
             if (key := tuple(sorted(variant.constants.items()))) not in seen:
                 seen.add(key)
-                found[f"{heads} heads, {rows} rows, top-k {topk}" + ", insert" * insert] = variant
-    # Of layers that select.
-    for rows, heads in ((1, 8), (1, 16), (4, 16), (8, 16), (1, 32), (1, 64)):
-        found[f"{heads} heads, {rows} rows, selecting"] = mla(rows, heads, settled=Settled.WINDOW)
+                found[f"{heads} heads, {rows} rows, {way}" + ", insert" * insert] = variant
     # Other threads and wider tiles, which a benchmark tries.
     for cut in tuning.candidates(8, 16, WINDOW, TOPK):
         if cut.slices in (1, 2) and cut.warps == 8:
@@ -131,11 +132,13 @@ VARIANTS = variants()
 
 
 def architectures(name: str) -> tuple[int, ...]:
-    """Candidates are tried by Hopper's benchmark alone; of the last one, whose code is that of its like, each kernel is
-    compiled once for either number of rows and heads."""
-    if name.startswith("candidate"):
+    """Candidates are tried by Hopper's benchmark alone, and what is not settled at TP2's and TP1's widths is compiled
+    for it alone, but for one row. Of the last one, whose code is that of its like, each kernel is compiled once for
+    either number of rows and heads."""
+    wide = name.startswith(("32 heads", "64 heads")) and " 1 rows" not in name
+    if name.startswith("candidate") or (wide and name.endswith(("selecting", "unsettled"))):
         return (90,)
-    few = not name[0].isdigit() or name.startswith(("16 heads, 1 rows, top-k 512", "32 heads, 384 rows"))
+    few = not name[0].isdigit() or name.startswith(("16 heads, 1 rows, top-k 512", "32 heads, 67 rows, top-k 512"))
     return ARCHITECTURES if few else ARCHITECTURES[:-1]
 
 
