@@ -1,5 +1,6 @@
-"""Every kernel of attention in every cut of a step of 1 and of 8 rows, for compute-sanitizer, which
-test_gpu_sanitizer.py runs. Eight rows are of a request each, or drafts, which read what the step itself stores."""
+"""Every kernel of attention in every cut of a step of 1 and of 8 rows, and sparse MLA of more rows, for
+compute-sanitizer, which test_gpu_sanitizer.py runs. Eight rows are of a request each, or drafts, which read what the
+step itself stores."""
 
 import sys
 from collections import Counter
@@ -15,26 +16,35 @@ sys.path.insert(0, str(Path(__file__).absolute().parent.parent.parent))
 import torch
 from torch import Tensor
 
-from specialized_decode.attention.fused import FusedLinear, NormedLinear, project_fp8
+from specialized_decode.attention.fused import FusedLinear, project_fp8
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import WAYS, FusedSparseMla, FusedTables
 from specialized_decode.attention.mla import Settled
-from specialized_decode.attention.prepared import prepare_fp8
-from tests.attention.shapes import SHAPES
+from specialized_decode.attention.prepared import BLOCK, TILE, PreparedFp8
+from specialized_decode.attention.projection_tuning import projection, waiting
+from tests.attention.shapes import RANKS, SHAPES
 from tests.helpers.index_case import IndexCase, bins_of, closed_groups, tied_scores
 from tests.helpers.index_case import Shape as IndexShape
 from tests.helpers.mla_case import MlaCase, Shape
 from tests.helpers.step_linear import fp8_linear
 
-# fused_wqa_wkv, and of four ranks and of eight wq_b, wo_a and wo_b. An indexer's wq_b has eight ranks' shape.
-PROJECTIONS = [SHAPES[0], *(SHAPES[first + ranks] for first in (1, 5, 9) for ranks in (2, 3))]
-HEADS = (16, 8)
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 326
+LAUNCHES = 385
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
-BATCHES = (*ONE, ((1, 130, 513, 0, 1026, 131, 2, 700), 1), ((513, 512, 0, 2), 2))
+EIGHT = (1, 130, 513, 0, 1026, 131, 2, 700), 1
+BATCHES = (*ONE, EIGHT, ((513, 512, 0, 2), 2))
+# The projections' rows by how many ranks share a weight: whole and halved ones take the longest.
+ROWS, Q_RANK = {1: (8,), 2: (8,), 4: (1, 8), 8: (1, 8)}, 1280
+# Sparse MLA's batches by heads. Of 16, 27 rows, whose programs take several tiles; of 32 and 64, rows that insert.
+MANY = tuple(EIGHT[0][row % 8] for row in range(27)), 1
+MLA = {
+    8: BATCHES,
+    16: (*BATCHES, MANY),
+    32: (((1026,), 1), ((513, 0), 2), EIGHT),
+    64: (((1026,), 1), ((513,), 2), EIGHT),
+}
 # How many blocks a source of candidates chooses: all that a row holds, and a few.
 CANDIDATES = (2048, 9)
 INDEXED = {"ratio 1": IndexShape(), "ratio 2": IndexShape(ratio=2, states=32), "consumer": IndexShape(compressor=False)}
@@ -60,29 +70,29 @@ def recorded(launch: Callable[..., Any] | None = None) -> Iterator[Counter[str]]
 
 
 def projections(device: torch.device) -> list[Tensor]:
+    """fused_wqa_wkv, and of each number of ranks wq_b, wo_a and wo_b, and wq_b as it norms. An indexer's wq_b has eight
+    ranks' shape."""
     found = []
-    for n, k, groups in PROJECTIONS:
-        weight = torch.randint(0, 120, (n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        prepared = prepare_fp8(weight, torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device=device))
-        for rows in (1, 8):
-            found.append(
-                project_fp8(torch.ones(rows, groups * k, dtype=torch.bfloat16, device=device), prepared, groups)
-            )
-    for heads in HEADS:
-        wq_b = NormedLinear(fp8_linear(0, heads * 512, 1280, 1280**-0.5, device), 512)
-        for rows in (1, 8):
-            wide = torch.ones(rows, 1280 + 512, dtype=torch.bfloat16, device=device)
-            found.append(wq_b.normed(wide[:, :1280], torch.ones_like(wide[0, :1280]), 1e-20))
+    for (n, k, groups), ranks in zip(SHAPES, (8, *RANKS * 3), strict=True):
+        words = torch.ones(n // TILE, k // BLOCK, 32, 4, dtype=torch.int32, device=device)
+        weight = PreparedFp8(words, torch.full((n // 32, k // 32), 120, dtype=torch.uint8, device=device))
+        for rows in ROWS[ranks]:
+            x = torch.ones(rows, groups * k, dtype=torch.bfloat16, device=device)
+            found.append(project_fp8(x, weight, groups))
+            if k == Q_RANK:
+                # As `fused_projections` launches it.
+                wide = torch.ones(rows, k + 512, dtype=torch.bfloat16, device=device)[:, :k]
+                found.append(project_fp8(wide, weight, launch=waiting(projection(n, k)), norm=x[0], eps=1e-20))
     return found
 
 
 def sparse_mla(device: torch.device) -> list[Tensor]:
     """Window alone and with a selection, settled or not, with the records stored ahead or by the launch itself."""
     found, tables = [], FusedTables()
-    for heads in HEADS:
-        for contexts, count in BATCHES:
+    for heads, batches in MLA.items():
+        for contexts, count in batches:
             case = MlaCase(Shape(heads=heads, count=count), contexts, len(contexts), device)
-            fused = FusedSparseMla(heads, 128, 512, 8, device)
+            fused = FusedSparseMla(heads, 128, 512, case.rows, device)
             window, selected = case.tables(tables)
             found.append(fused.norm_insert(case.attn, case.projected, case.positions, case.window)[case.live])
             latents = case.projected[:, 1280:]

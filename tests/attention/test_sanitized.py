@@ -1,4 +1,5 @@
-"""What compute-sanitizer is given on a GPU: every kernel, in every cut of a step of 1 and of 8 rows."""
+"""What compute-sanitizer is given on a GPU: every kernel, in every cut of a step of 1 and of 8 rows, and sparse MLA of
+more rows and of those that insert."""
 
 import ast
 from collections import defaultdict
@@ -11,8 +12,12 @@ import torch
 from specialized_decode.attention import kernels, mla_tuning
 from specialized_decode.attention.fused_mla import MAX_INSERTED, WAYS
 from specialized_decode.attention.mla import Settled
+from specialized_decode.attention.projection_tuning import projection
 from tests.attention import sanitized
+from tests.attention.shapes import SHAPES
 
+# Rows and heads of sparse MLA: at 32 and at 64 heads few rows insert; of 27 a program takes several tiles.
+STEPS = (*product((1, 8), (8, 16, 32, 64)), (4, 32), (2, 64), (27, 16))
 CUT = ("GROUP", "TILES", "SPLITS", "SLICES", "TOPK", "SETTLED", "INSERT")
 
 
@@ -48,16 +53,17 @@ def test_every_kernel_in_every_cut() -> None:
     assert set(found) == kernel_names()
     assert sum(len(calls) for calls in found.values()) == sanitized.LAUNCHES
     attention = {(call["grid"], *(call[name] for name in CUT)) for call in found["sparse_mla_kernel"]}
-    for rows, heads, topk in product((1, 8), sanitized.HEADS, (0, 512)):
+    for (rows, heads), topk in product(STEPS, (0, 512)):
         cut = mla_tuning.sparse_mla(rows, heads, 128, topk)
         launch = (cut.splits, cut.groups * cut.slices, rows), cut.group, cut.tiles, cut.splits, cut.slices, topk
         ways = {settled for selects, settled in WAYS if selects == (topk > 0)}
-        inserted = {(*launch, Settled.ALL, MAX_INSERTED)} if cut.inserts else set()
+        inserted = {(*launch, Settled.ALL, MAX_INSERTED)} if cut.inserts and rows <= MAX_INSERTED else set()
         assert {*((*launch, settled, 0) for settled in ways), *inserted} <= attention, f"{rows} rows, {heads} heads"
-    launches = ("N", "K", "GROUPS", "NORM", "FIRST", "SETTLED")
+    launches = ("N", "K", "GROUPS", "NORM", "FIRST", "SETTLED", "EARLY")
     projected = {tuple(call[name] for name in launches) for call in found["projection_kernel"]}
     assert projected == (
-        {(*shape, False, shape[0], False) for shape in sanitized.PROJECTIONS}
-        | {(heads * 512, 1280, 1, True, heads * 512, False) for heads in sanitized.HEADS}
-        | {(4096 + 64, 1280, 1, False, 4096, settled) for settled in (False, True)}
+        {(*shape, False, shape[0], False, projection(*shape).early) for shape in SHAPES}
+        # What norms lets the next launch start behind its wait alone.
+        | {(*shape, True, shape[0], False, False) for shape in SHAPES if shape[1] == 1280}
+        | {(4096 + 64, 1280, 1, False, 4096, settled, True) for settled in (False, True)}
     )
