@@ -1,4 +1,5 @@
-"""A whole AttentionStep on the kernels against one on the reference ops, on a GPU, at V4.1-Flash's widths over 4 ranks.
+"""A whole AttentionStep on the kernels against one on the reference ops, on a GPU, at V4.1-Flash's widths over 4 ranks,
+and in a few cases over 1, 2 and 8.
 
 Both start from the same caches. A layer that selects may select otherwise where scores are close, since queries round
 otherwise; so bounds are of whole rows, and wider there and where such a selection is read.
@@ -22,6 +23,7 @@ from specialized_decode.attention.fused import fused_projections
 from specialized_decode.attention.fused_index import FusedIndexer, fused_bins
 from specialized_decode.attention.fused_mla import FusedSparseMla, FusedTables
 from specialized_decode.attention.step import AuxStreams
+from specialized_decode.backbone.config import ModelConfig
 from specialized_decode.backbone.host import SingleRank
 from specialized_decode.boundary import BoundaryAllReduce, CudaSideStream, PublishingMxfp8Linear
 from tests.helpers.small_config import small_config
@@ -30,25 +32,32 @@ from tests.helpers.step_gates import Gates
 from tests.helpers.step_mhc import same_bits
 
 DEVICE = torch.device("cuda")
-CONFIG = small_config(
-    hidden_size=5120,
-    num_attention_heads=16,
-    q_lora_rank=1280,
-    o_lora_rank=1024,
-    o_groups=2,
-    sliding_window=128,
-    index_n_heads=32,
-    index_topk=512,
-    candidate_topk_blocks=2048,
-    candidate_block_size=8,
-)
+HIDDEN = 5120
 # With a step's own token. Past 16,384 positions of ratio 1 the candidates restrict their consumer.
 CONTEXTS = (1, 2, 127, 128, 129, 130, 511, 512, 513, 514, 1024, 8192, 24576, 33, 700, 3)
 MOST = 24640
+# Of other numbers of ranks: short, since every token of them is computed by each.
+SHORT, MOST_SHORT = (1, 1090, 127, 128, 129, 130, 511, 512, 513, 514, 33, 2, 257, 1024, 3, 700), 1152
 # What a row may be off, relative to its size.
 BOUND, SELECTING_BOUND = 0.02, 0.08
 SELECTS = (2, 6, 8)
 READS = (3, 7)
+
+
+def config_of(ranks: int) -> ModelConfig:
+    """One rank's share."""
+    return small_config(
+        hidden_size=HIDDEN,
+        num_attention_heads=64 // ranks,
+        q_lora_rank=1280,
+        o_lora_rank=1024,
+        o_groups=8 // ranks,
+        sliding_window=128,
+        index_n_heads=32,
+        index_topk=512,
+        candidate_topk_blocks=2048,
+        candidate_block_size=8,
+    )
 
 
 class Steps:
@@ -115,8 +124,9 @@ class Captured:
 class Both:
     """One world, and captured steps of both kinds by their rows."""
 
-    def __init__(self) -> None:
-        self.world = World([context - 1 for context in CONTEXTS], CONFIG, MOST, DEVICE)
+    def __init__(self, ranks: int, contexts: tuple[int, ...], most: int) -> None:
+        """contexts: the requests', with a step's own token, up to `most`."""
+        self.world = World([context - 1 for context in contexts], config_of(ranks), most, DEVICE)
         self.world.prefill()
         self.steps = {kernels: Steps(self.world, kernels) for kernels in (False, True)}
         self.before = {name: tensor.clone() for name, tensor in self.world.state().items()}
@@ -134,8 +144,8 @@ class Both:
 
     def _capture(self, rows: int, steps: Steps, gates: Gates) -> Captured:
         world, padding, counts = self.world, [-1] * rows, [1] * rows
-        batch, hidden = world.batch(padding, counts, static=True), CONFIG.hidden_size
-        inputs = layer_inputs(padding, counts, 0, hidden, DEVICE)
+        batch = world.batch(padding, counts, static=True)
+        inputs = layer_inputs(padding, counts, 0, HIDDEN, DEVICE)
         outputs = {number: torch.empty_like(x) for number, x in inputs.items()}
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with world.context.running(batch.metadata):
@@ -149,7 +159,7 @@ class Both:
 
         def load(chosen: list[int], seed: int) -> None:
             batch.load(world.batch(chosen, counts, static=True))
-            for number, x in layer_inputs(chosen, counts, seed, hidden, DEVICE).items():
+            for number, x in layer_inputs(chosen, counts, seed, HIDDEN, DEVICE).items():
                 inputs[number].copy_(x)
 
         return Captured(graph, outputs, load)
@@ -157,7 +167,13 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both() -> Both:
-    return Both()
+    return Both(4, CONTEXTS, MOST)
+
+
+@pytest.fixture(scope="module")
+def other(request: pytest.FixtureRequest) -> Both:
+    """Over another number of ranks."""
+    return Both(request.param, SHORT, MOST_SHORT)
 
 
 def compare(both: Both, chosen: list[int], seed: int, overlap: bool = True) -> None:
@@ -199,6 +215,17 @@ def test_rows(both: Both, rows: int) -> None:
     compare(both, [-1 if row % 4 == 3 else at for row, at in enumerate(order)], rows)
 
 
+# Of 1 row; of as many as insert; a low-batch step's last, and one that is none.
+OTHERS = [(ranks, rows) for ranks, inserts in ((1, 3), (2, 5), (8, 4)) for rows in (1, inserts, 8, 9)]
+
+
+@pytest.mark.parametrize(("other", "rows"), OTHERS, indirect=["other"])
+def test_other_ranks(other: Both, rows: int) -> None:
+    """As `test_rows`; all of a step but the input's projections and the indexer is of other widths."""
+    order = [(5 * row + rows) % len(SHORT) for row in range(rows)]
+    compare(other, [-1 if row % 4 == 3 else at for row, at in enumerate(order)], rows)
+
+
 @pytest.mark.parametrize("rows", [1, 8, 9])
 def test_nothing_beside(both: Both, rows: int) -> None:
     """With side projections on the critical path."""
@@ -237,7 +264,7 @@ def stepwise(both: Both, chosen: list[int], seed: int) -> dict[int, Tensor]:
     """The kernels' step with the device idle between any two launches."""
     counts, steps = [1] * len(chosen), both.steps[True]
     batch = both.world.batch(chosen, counts, static=True)
-    inputs = layer_inputs(chosen, counts, seed, CONFIG.hidden_size, DEVICE)
+    inputs = layer_inputs(chosen, counts, seed, HIDDEN, DEVICE)
     outputs = {number: torch.full_like(x, torch.nan) for number, x in inputs.items()}
     for step in steps.steps.values():
         # Where the next boundary's side stream would be joined: between attention and the last projection.
