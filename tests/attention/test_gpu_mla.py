@@ -96,22 +96,47 @@ def test_small_widths(kernels: Make) -> None:
     assert_as_good(run(kernels(case.shape), case), case)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("ratio", [0, 1])
-def test_attention_that_inserts(kernels: Make, rows: int, ratio: int) -> None:
-    """The chosen cut and some of the others: the same records as a launch of their own stores, and as good."""
-    some = (700, 129, 0, 1, 8192, 130, 513, 2)[:rows]
-    case = MlaCase(Shape(ratio=ratio), some, rows, DEVICE)
-    cuts = [cut for cut in tuning.candidates(rows, 16, 128, 512 if ratio else 0) if cut.inserts]
-    # Each is compiled for itself.
-    inserted(kernels(case.shape), case, [*dict.fromkeys([*cuts[::9], *some_that_wait(rows, 512 if ratio else 0)])])
+INSERTING = [
+    (heads, rows, ratio)
+    for heads in HEADS
+    for rows in (1, 2, 3, 5, 8)
+    for ratio in (0, 1)
+    if tuning.sparse_mla(rows, heads, 128, 512 if ratio else 0).inserts
+]
 
 
-@pytest.mark.parametrize("contexts", [(700,), (130,), (3,), (8192, 0)])
-def test_attention_that_inserts_drafts(kernels: Make, contexts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("heads", "rows", "ratio"), INSERTING)
+def test_attention_that_inserts(kernels: Make, heads: int, rows: int, ratio: int) -> None:
+    """The chosen cut and, of 16 heads, some of the others: the same records as a launch of their own stores, and as
+    good."""
+    some, topk = (700, 129, 0, 1, 8192, 130, 513, 2)[:rows], 512 if ratio else 0
+    case = MlaCase(Shape(heads=heads, ratio=ratio), some, rows, DEVICE)
+    cuts = [tuning.sparse_mla(rows, heads, 128, topk)]
+    if heads == 16:
+        # Each is compiled for itself.
+        cuts += [cut for cut in tuning.candidates(rows, 16, 128, topk) if cut.inserts][::9]
+        cuts += some_that_wait(rows, topk)
+    inserted(kernels(case.shape), case, [*dict.fromkeys(cuts)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "count", "contexts"),
+    [
+        (16, 4, (700,)),
+        (16, 4, (130,)),
+        (16, 4, (3,)),
+        (16, 4, (8192, 0)),
+        (8, 8, (130,)),
+        (32, 5, (130,)),
+        (64, 3, (130,)),
+    ],
+)
+def test_attention_that_inserts_drafts(kernels: Make, heads: int, count: int, contexts: tuple[int, ...]) -> None:
     """Rows of one request read each other's records."""
-    case = MlaCase(Shape(count=4), contexts, 5, DEVICE)
-    inserted(kernels(case.shape), case, [tuning.sparse_mla(case.rows, 16, 128, 512)])
+    case = MlaCase(Shape(heads=heads, count=count), contexts, 5, DEVICE)
+    cut = tuning.sparse_mla(case.rows, heads, 128, 512)
+    assert cut.inserts
+    inserted(kernels(case.shape), case, [cut])
 
 
 def some_that_wait(rows: int, topk: int) -> list[tuning.SparseMla]:

@@ -46,6 +46,7 @@ INSERTED: dict[str, tuple[Any, ...]] = {
     "window only": (2, 1),
     "4 heads, small widths": (1, 1),
     "32 heads": (10, 2),
+    "64 heads": (1, 2),
 }
 # Tokens before the first of the steps; requests of a step, one padding, in no order.
 LENGTHS, CHOSEN, STEPS = [0, 1, 47, 48, 110], [3, 0, -1, 4, 2, 1], 2
