@@ -29,14 +29,17 @@ from tests.helpers.mla_case import MlaCase, Shape
 from tests.helpers.step_linear import fp8_linear
 
 # Of all kernels together; counted where nothing is launched, too.
-LAUNCHES = 385
+LAUNCHES = 414
 # Contexts and rows of a request. One row: the first token, one past the window, one past the top-k, padding. Eight: of
 # a request each, and of four, which begin and end within a group of two and at its edges.
 ONE = (((1,), 1), ((130,), 1), ((513,), 1), ((1026,), 1), ((0,), 1))
 EIGHT = (1, 130, 513, 0, 1026, 131, 2, 700), 1
 BATCHES = (*ONE, EIGHT, ((513, 512, 0, 2), 2))
-# The projections' rows by how many ranks share a weight: whole and halved ones take the longest.
-ROWS, Q_RANK = {1: (8,), 2: (8,), 4: (1, 8), 8: (1, 8)}, 1280
+# The projections' rows by how many ranks share a weight: whole and halved ones take the longest. More than eight are
+# more than a program has.
+ROWS, Q_RANK = {1: (8,), 2: (8,), 4: (1, 8, 13), 8: (1, 8)}, 1280
+# Of the indexer's launches too.
+MORE = tuple(EIGHT[0][row % 8] for row in range(13)), 1
 # Sparse MLA's batches by heads. Of 16, 27 rows, whose programs take several tiles; of 32 and 64, rows that insert.
 MANY = tuple(EIGHT[0][row % 8] for row in range(27)), 1
 MLA = {
@@ -109,7 +112,7 @@ def indexers(device: torch.device) -> list[Tensor]:
     input and of queries in one launch each, and apart."""
     found = []
     for name, shape in INDEXED.items():
-        for contexts, count in BATCHES:
+        for contexts, count in (*BATCHES, MORE):
             case = IndexCase(replace(shape, count=count), contexts, len(contexts), device)
             own: Any = SimpleNamespace(
                 fused_wqa_wkv=FusedLinear(fp8_linear(1, 64, 5120, 5120**-0.5, device)),

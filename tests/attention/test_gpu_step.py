@@ -130,16 +130,16 @@ class Both:
         self.world.prefill()
         self.steps = {kernels: Steps(self.world, kernels) for kernels in (False, True)}
         self.before = {name: tensor.clone() for name, tensor in self.world.state().items()}
-        self.captured: dict[tuple[int, bool, bool], Captured] = {}
+        self.captured: dict[tuple[int, bool, bool, bool], Captured] = {}
 
     def restore(self) -> None:
         for name, tensor in self.world.state().items():
             tensor.copy_(self.before[name])
 
-    def capture(self, rows: int, kernels: bool, overlap: bool) -> Captured:
-        key = rows, kernels, overlap
+    def capture(self, rows: int, kernels: bool, overlap: bool, low_batch: bool = True) -> Captured:
+        key = rows, kernels, overlap, low_batch
         if key not in self.captured:
-            self.captured[key] = self._capture(rows, self.steps[kernels], Gates(rows, rows <= 48, rows <= 8, overlap))
+            self.captured[key] = self._capture(rows, self.steps[kernels], Gates(rows, True, low_batch, overlap))
         return self.captured[key]
 
     def _capture(self, rows: int, steps: Steps, gates: Gates) -> Captured:
@@ -176,14 +176,14 @@ def other(request: pytest.FixtureRequest) -> Both:
     return Both(request.param, SHORT, MOST_SHORT)
 
 
-def compare(both: Both, chosen: list[int], seed: int, overlap: bool = True) -> None:
+def compare(both: Both, chosen: list[int], seed: int, overlap: bool = True, low_batch: bool = True) -> None:
     """One batch from the same caches on both; each row of each layer, and the window's records."""
     rows, live = len(chosen), torch.tensor([at >= 0 for at in chosen], device=DEVICE)
     both.restore()
-    expected = both.capture(rows, False, overlap).replayed(chosen, seed)
+    expected = both.capture(rows, False, overlap, low_batch).replayed(chosen, seed)
     records = {number: written(both.world, number, chosen) for number in LAYERS}
     both.restore()
-    found = both.capture(rows, True, overlap).replayed(chosen, seed)
+    found = both.capture(rows, True, overlap, low_batch).replayed(chosen, seed)
     for number in LAYERS:
         ours, theirs, kind = found[number].double(), expected[number].double(), f"layer {number}, {KINDS[number]}"
         assert ours.isfinite().all() and not ours[~live].any(), f"{kind}: padding rows are zero"
@@ -210,20 +210,29 @@ def test_one_row(both: Both, context: int) -> None:
 
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_rows(both: Both, rows: int) -> None:
-    """Ragged, every fourth row padding; 8 rows are a low-batch step's last, 9 run the host's projections."""
-    order = [(5 * row + rows) % len(CONTEXTS) for row in range(rows)]
-    compare(both, [-1 if row % 4 == 3 else at for row, at in enumerate(order)], rows)
+    """Ragged, every fourth row padding; more than 8 are more than a projection's program has."""
+    compare(both, ragged(CONTEXTS, rows), rows)
 
 
-# Of 1 row; of as many as insert; a low-batch step's last, and one that is none.
+@pytest.mark.parametrize("rows", [5, 9, 16])
+def test_steps_that_are_not_low_batch(both: Both, rows: int) -> None:
+    """Sparse MLA on kernels, on what the host's projections give."""
+    compare(both, ragged(CONTEXTS, rows), rows, low_batch=False)
+
+
+def ragged(contexts: tuple[int, ...], rows: int) -> list[int]:
+    order = [(5 * row + rows) % len(contexts) for row in range(rows)]
+    return [-1 if row % 4 == 3 else at for row, at in enumerate(order)]
+
+
+# Of 1 row; of as many as insert; of as many as a projection's program has, and of one more.
 OTHERS = [(ranks, rows) for ranks, inserts in ((1, 3), (2, 5), (8, 4)) for rows in (1, inserts, 8, 9)]
 
 
 @pytest.mark.parametrize(("other", "rows"), OTHERS, indirect=["other"])
 def test_other_ranks(other: Both, rows: int) -> None:
     """As `test_rows`; all of a step but the input's projections and the indexer is of other widths."""
-    order = [(5 * row + rows) % len(SHORT) for row in range(rows)]
-    compare(other, [-1 if row % 4 == 3 else at for row, at in enumerate(order)], rows)
+    compare(other, ragged(SHORT, rows), rows)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])
@@ -240,11 +249,11 @@ def test_padding_only(both: Both) -> None:
         assert same_bits(both.world.state()[name], both.before[name]), f"padding wrote to the {name}"
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
 def test_replays_repeat(both: Both, rows: int) -> None:
     """Launches overlap, and read ahead of what is written before them: every replay from the same caches gives the
     same bits, and so does the step run one launch after the other."""
-    chosen = [12, 11, 10, 9, -1, 5, 3, 1, 0][:rows]
+    chosen = [12, 11, 10, 9, -1, 5, 3, 1, 0, 2, 4, 6, -1, 7, 8, 13][:rows]
     captured = both.capture(rows, True, True)
     first = None
     for seed in (60, 61, 60, 61, 60):
@@ -269,7 +278,7 @@ def stepwise(both: Both, chosen: list[int], seed: int) -> dict[int, Tensor]:
     for step in steps.steps.values():
         # Where the next boundary's side stream would be joined: between attention and the last projection.
         step.before_last = torch.cuda.synchronize
-    gates = Gates(len(chosen), True, len(chosen) <= 8, False)
+    gates = Gates(len(chosen), True, True, False)
     with both.world.context.running(batch.metadata), Serial():
         steps.run(inputs, batch.positions, gates, outputs)
     for step in steps.steps.values():

@@ -59,6 +59,8 @@ def test_every_kernel_in_every_cut() -> None:
         ways = {settled for selects, settled in WAYS if selects == (topk > 0)}
         inserted = {(*launch, Settled.ALL, MAX_INSERTED)} if cut.inserts and rows <= MAX_INSERTED else set()
         assert {*((*launch, settled, 0) for settled in ways), *inserted} <= attention, f"{rows} rows, {heads} heads"
+    for name in ("projection_kernel", "index_projection_kernel", "input_projections_kernel"):
+        assert {call["WIDE"] for call in found[name]} == {False, True}, name
     launches = ("N", "K", "GROUPS", "NORM", "FIRST", "SETTLED", "EARLY")
     projected = {tuple(call[name] for name in launches) for call in found["projection_kernel"]}
     assert projected == (
