@@ -52,10 +52,10 @@ def test_result_and_table(tmp_path: Path) -> None:
         "| 1 | 300 | a layer: reader | 80.0 (80.0 to 80.0) | 30.0 (30.0 to 30.0) | 25.0 (25.0 to 25.0) | 2.67 |"
     )
     assert lines[-3] == (
-        "| 8 | 8192 | the graph without attention | 3200.0 (3200.0 to 3200.0) | 1930.0 (1930.0 to 1930.0) "
+        "| 16 | 8192 | the graph without attention | 3200.0 (3200.0 to 3200.0) | 1930.0 (1930.0 to 1930.0) "
         "| 2570.0 (2570.0 to 2570.0) | 1.66 |"
     )
-    assert len(lines) == 2 + 4 * 6 + 2
+    assert len(lines) == 2 + len(attention_phases.SHAPES) * 6 + 2
     assert "40 layers (30 reader, 4 consumer, 4 source, 2 window), 16 heads" in lines[-1]
 
 

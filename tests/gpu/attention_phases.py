@@ -31,8 +31,8 @@ from tests.gpu.scenarios import prompt
 # selects; reads its window alone. The last makes the window's table, which counts as its own.
 KINDS = ("reader", "consumer", "source", "window")
 VLLM, EXECUTOR, STEP = SIDES = ("vLLM", "executor", "executor's step")
-ROWS = (1, 8)
-SHAPES = ((1, 300), (1, 8192), (8, 300), (8, 8192))
+ROWS = (1, 8, 16)
+SHAPES = tuple(itertools.product(ROWS, (300, 8192)))
 ROUNDS = 100
 # A bias that no score reaches.
 CHOSEN = 1000.0

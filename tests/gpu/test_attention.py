@@ -24,6 +24,7 @@ from tests.helpers.runtime_model import Layers, Pair, assert_same, small_checkpo
 LAYERS = Layers((0, 2, 2, 1, 1, 1), (1, 3), (1, 3, 4), 3)
 KIND_OF = ["window", "source", "reader", "source", "consumer", "reader"]
 CONTEXTS = (1, 48, 65, 100)
+MOST = max(phases.ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ class ToyRunner:
         return self.model
 
     def capture(self) -> dict[int, str]:
-        positions = torch.arange(8)
+        positions = torch.arange(MOST)
         step = self.executor.plan(positions, None)
         missing = 0
         for layer, plan in zip(self.model.model.layers, self.executor.layers, strict=True):
@@ -208,19 +209,19 @@ def test_a_sides_graphs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, then with one kind more left out each; on the side that was asked for, with all calls left out."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(phases, "capture", lambda runner: runner.capture())
-    step = DecodeStep(8, True, True, True, True, True, pair.executor)
+    step = DecodeStep(MOST, True, True, True, True, True, pair.executor)
     monkeypatch.setattr(pair.executor, "plan", lambda positions, tensors: step)
-    constants, captured = Constants.of(pair.executor, 8), Counter[int]()
+    constants, captured = Constants.of(pair.executor, MOST), Counter[int]()
     runner = ToyRunner(pair, captured, phases.ROWS)
     for side, name in ((VLLM, "vLLM"), (EXECUTOR, "executor"), (STEP, "executor")):
         runner.sides.clear()
-        assert phases.capture_side(runner, side, captured, constants) == [{1: "1", 8: "8"}] * 5
-        assert runner.sides == [(name, 2 * count) for count in (0, 2, 3, 5, 6)]
+        assert phases.capture_side(runner, side, captured, constants) == [{rows: f"{rows}" for rows in phases.ROWS}] * 5
+        assert runner.sides == [(name, len(phases.ROWS) * count) for count in (0, 2, 3, 5, 6)]
     runner.executed = (1,)
     with pytest.raises(RuntimeError, match=r"executor without nothing: .* the executor's \{1: 1\}, 0 calls left out"):
         phases.capture_side(runner, EXECUTOR, captured, constants)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.raises(RuntimeError, match=r"vLLM without reader: .* 0 calls left out; expected .*, 4$"):
+    with pytest.raises(RuntimeError, match=r"vLLM without reader: .* 0 calls left out; expected .*, 6$"):
         phases.capture_side(runner, VLLM, captured, constants)
 
 
@@ -299,19 +300,19 @@ def test_the_report(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.failures == []
     assert report.data["layers"] == {"reader": 2, "consumer": 1, "source": 2, "window": 1}
     assert [(run["rows"], run["context"]) for run in report.data["runs"]] == list(phases.SHAPES)
-    eight = report.data["runs"][-1]
-    assert eight["sides"][VLLM]["layer_us"]["reader"]["median"] == 8 * 150
-    assert eight["sides"][STEP]["rest_us"]["median"] == 8 * 231
-    assert eight["engine_us"]["median"] == 8 * 350
-    assert report.line.endswith("8x8192: reader 1200.0 / 400.0 / 400.0, consumer 240.0 / 64.0 / 64.0, "
-                                "source 160.0 / 32.0 / 32.0, window 80.0 / 24.0 / 24.0")  # fmt: skip
+    last = report.data["runs"][-1]
+    assert last["sides"][VLLM]["layer_us"]["reader"]["median"] == MOST * 150
+    assert last["sides"][STEP]["rest_us"]["median"] == MOST * 231
+    assert last["engine_us"]["median"] == MOST * 350
+    assert report.line.endswith("16x8192: reader 2400.0 / 800.0 / 800.0, consumer 480.0 / 128.0 / 128.0, "
+                                "source 320.0 / 64.0 / 64.0, window 160.0 / 48.0 / 48.0")  # fmt: skip
     runner.cudagraph_manager.graphs = {Rows(rows): rows * 300.0 for rows in phases.ROWS}
     assert len(phases.check_attention(engine, Steps(), graphs).failures) == len(phases.SHAPES)
 
 
 def test_all_sides_are_captured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A boundary is launched first as captures will have it behind what is left out: none may compile it."""
-    constants, runner = Constants.of(pair.executor, 8), ToyRunner(pair, Counter(), ())
+    constants, runner = Constants.of(pair.executor, MOST), ToyRunner(pair, Counter(), ())
     warmed: list[tuple[int, bool]] = []
     full = pair.executor.all_reduce.full
 
@@ -320,7 +321,7 @@ def test_all_sides_are_captured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
         return full(pending, *args, settled=settled, **kwargs)
 
     def capture_side(runner: Any, side: str, captured: Counter[int], given: Constants) -> list[phases.Graphs]:
-        assert warmed == [(1, False), (8, False)] and given is constants
+        assert warmed == [(rows, False) for rows in phases.ROWS] and given is constants
         return [{1: side}] * 5
 
     monkeypatch.setattr(pair.executor.all_reduce, "full", watched)
@@ -329,7 +330,7 @@ def test_all_sides_are_captured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> 
     report = phases.capture_all(SimpleNamespace(runner=runner), Counter(), constants, graphs)  # type: ignore[arg-type]
     assert graphs == {side: [{1: side}] * 5 for side in phases.SIDES}
     counts = "{'reader': 2, 'consumer': 1, 'source': 2, 'window': 1}"
-    assert (report.line, report.failures) == (f"15 times 2 graphs; layers {counts}", [])
+    assert (report.line, report.failures) == (f"15 times 3 graphs; layers {counts}", [])
     monkeypatch.setattr(phases, "check_kernels", lambda executor: ["on vLLM's"])
     assert phases.capture_all(SimpleNamespace(runner=runner), Counter(), constants, {}).failures  # type: ignore[arg-type]
 
