@@ -5,6 +5,7 @@ language module replaced; layouts are ignored, which a compiler checks. Every ac
 assembly is read instruction by instruction: those that the kernels use, as PTX ISA 8.5 defines them.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -146,12 +147,8 @@ def assembly(
         data = torch.as_tensor(raw(argument))
         bits = data.view(torch.int32) if data.is_floating_point() else data
         registers[f"${len(types) + number}"] = bits.long() & 0xFFFFFFFF
-    for line in (
-        part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part for part in asm.split(";")
-    ):
-        text = line.strip()
-        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async", ".reg", "}")):
-            _execute(text.lstrip("{ \n"), registers)
+    for name, operands in _instructions(asm):
+        _execute(name, operands, registers)
     found = []
     for number, kind in enumerate(types):
         signed = torch.as_tensor(registers[f"${number}"]).to(torch.int32)
@@ -159,9 +156,19 @@ def assembly(
     return tuple(found) if many else found[0]
 
 
-def _execute(text: str, registers: dict[str, Tensor]) -> None:
-    name, operands = text.split(None, 1)
-    lists = re.findall(r"\{[^}]*\}|[^,\s]+", operands)
+@functools.cache
+def _instructions(asm: str) -> list[tuple[str, list[str]]]:
+    """Names and operands, registers in braces as one operand; what a CPU need not do is left out."""
+    found = []
+    for part in asm.split(";"):
+        text = (part.strip(" {}\n\t") if "mma" not in part and "mov.b32" not in part else part).strip()
+        if text and not text.startswith(("griddepcontrol", "bar.sync", "cp.async", ".reg", "}")):
+            name, operands = text.lstrip("{ \n").split(None, 1)
+            found.append((name, re.findall(r"\{[^}]*\}|[^,\s]+", operands)))
+    return found
+
+
+def _execute(name: str, lists: list[str], registers: dict[str, Tensor]) -> None:
     values = [_operand(one, registers) for one in lists[1:]]
     target = lists[0]
     if name.startswith("mma.sync"):
@@ -180,7 +187,12 @@ def _execute(text: str, registers: dict[str, Tensor]) -> None:
 def _operand(text: str, registers: dict[str, Tensor]) -> Any:
     if text[0] == "{":
         return None
-    return registers[text] if text in registers else torch.tensor(int(text, 0))
+    return registers[text] if text in registers else _number(text)
+
+
+@functools.cache
+def _number(text: str) -> Tensor:
+    return torch.tensor(int(text, 0))
 
 
 def _permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
@@ -237,25 +249,29 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
 def _multiply(name: str, registers: list[Tensor]) -> list[Tensor]:
     """mma.m16n8k16 of every warp's 32 lanes, the last dimension; sums rounded once."""
     dtype = torch.bfloat16 if ".bf16." in name else torch.float16
-    lane = torch.arange(32)
-    g, t = lane // 4, lane % 4
-    shape = torch.broadcast_shapes(*(one.shape for one in registers))
-    words = [one.broadcast_to(shape) for one in registers]
-    halves = [
-        [(word >> shift & 0xFFFF).to(torch.int16).view(dtype).double() for shift in (0, 16)] for word in words[:6]
-    ]
-    left, right = torch.zeros(*shape[:-1], 16, 16).double(), torch.zeros(*shape[:-1], 16, 8).double()
-    for j in range(2):
-        for number, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-            left[..., g + row, 2 * t + column + j] = halves[number][j]
-        right[..., 2 * t + j, g], right[..., 2 * t + 8 + j, g] = halves[4][j], halves[5][j]
-    sums = left @ right
-    picked = [sums[..., g, 2 * t], sums[..., g, 2 * t + 1], sums[..., g + 8, 2 * t], sums[..., g + 8, 2 * t + 1]]
-    results = []
-    for one, word in zip(picked, words[6:], strict=True):
-        before = word.to(torch.int32).view(torch.float32).double()
-        results.append((before + one).float().view(torch.int32).long() & 0xFFFFFFFF)
-    return results
+    words = torch.stack(torch.broadcast_tensors(*registers), -2)
+    pairs = words[..., :6, :]
+    halves = torch.stack((pairs & 0xFFFF, pairs >> 16), -2).to(torch.int16).view(dtype).double().flatten(-3)
+    sums = (halves[..., _LEFT] @ halves[..., _RIGHT]).flatten(-2)[..., _SUMS]
+    before = words[..., 6:, :].to(torch.int32).view(torch.float32).double()
+    results = (before + sums).float().view(torch.int32).long() & 0xFFFFFFFF
+    return list(results.unbind(-2))
+
+
+def _fragment(rows: Tensor, columns: Tensor, first: int) -> Tensor:
+    """Which of the registers' halves, 64 a register, is which number of a matrix whose `columns` lie in pairs:
+    registers from `first` on hold eight rows and columns each, a lane a row's pair."""
+    register = first + rows // 8 + 2 * (columns // 8)
+    return (register * 2 + columns % 2) * 32 + rows % 8 * 4 + columns % 8 // 2
+
+
+_LEFT = _fragment(torch.arange(16)[:, None], torch.arange(16)[None, :], 0)
+# The right matrix's columns are its registers' rows; it has eight.
+_RIGHT = _fragment(torch.arange(8)[None, :], torch.arange(8)[:, None], 4)
+_RIGHT = torch.cat((_RIGHT, _RIGHT + 64))
+# Of [16, 8] sums, those of each lane: two neighbours of a row, and of the row eight further on.
+_LANE = torch.arange(32)
+_SUMS = torch.stack([_LANE // 4 * 8 + _LANE % 4 * 2 + more for more in (0, 1, 64, 65)])
 
 
 # --- the language -----------------------------------------------------------------------------------------------
