@@ -13,7 +13,7 @@ from tests.helpers.step_interpreted import in_interpreter
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result: dict[str, Any] = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 1200)
+    result: dict[str, Any] = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 1000)
     return result
 
 

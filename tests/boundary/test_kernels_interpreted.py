@@ -27,7 +27,7 @@ Found = dict[tuple[object, ...], list[Tensor]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    result: Found = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 300)
+    result: Found = in_interpreter(run_interpreted, tmp_path_factory.mktemp("interpreted") / "found.pt", 1000)
     return result
 
 

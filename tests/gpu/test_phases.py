@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import executor_phases, outputs, phases, scenarios, stock_phases
+from tests.gpu import attention_phases, executor_phases, outputs, phases, scenarios, stock_phases
 from tests.gpu.compare import Difference
 from tests.gpu.engine import COPY, Outputs, Steps, operation
 from tests.gpu.report import Report, Run
@@ -336,7 +336,7 @@ def test_attention_is_timed_on_kernels_once_captured(
     def build(run: Run, name: str, watched: Any, sizes: Sequence[int], settings: dict[str, Any]) -> Any:
         names.append(name)
         option = {"decode_backend": "latency_specialized", "decode_kernels": True, "a": 1}
-        assert settings["additional_config"] == option and sizes == (1, 8) and watched is not None
+        assert settings["additional_config"] == option and sizes == attention_phases.ROWS and watched is not None
         return engine
 
     def phase(self: Run, name: str, limit: float, work: Any) -> bool:
