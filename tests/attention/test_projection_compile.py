@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specialized_decode.attention import projection_tuning as tuning
-from specialized_decode.attention.fused import constants, wide
+from specialized_decode.attention.fused import constants
 from specialized_decode.attention.kernels.projection import projection_kernel
 from tests.attention.shapes import RANKS, SHAPES
 from tests.helpers.compiled import (
@@ -198,23 +198,24 @@ def test_a_projection_that_norms(
     assert behind.count("mma.sync") == 2 * blocks * (launch.tiles + 1)
 
 
-LAUNCHES = {f"{n}x{k}x{groups}": constants(n, k, groups, tuning.projection(n, k, groups)) for n, k, groups in SHAPES}
-LAUNCHES["normed"] = constants(8192, 1280, 1, tuning.waiting(tuning.projection(8192, 1280)), 1792, True)
-LAUNCHES["queries"] = constants(12288, 1280, 1, tuning.joined(4096, 8192, 1280), first=4096, settled=True)
+# Outputs, columns, groups and launch; and what else there is to know of a launch.
+Wide = tuple[tuple[int, int, int, tuning.Projection], dict[str, Any]]
+MANY: dict[str, Wide] = {f"{n}x{k}x{g}": ((n, k, g, tuning.projection(n, k, g)), {}) for n, k, g in SHAPES}
+MANY["normed"] = (8192, 1280, 1, tuning.waiting(tuning.projection(8192, 1280))), {"stride": 1792, "norm": True}
+MANY["queries"] = (12288, 1280, 1, tuning.joined(4096, 8192, 1280)), {"first": 4096, "settled": True}
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", MANY)
 def test_programs_of_more_than_eight_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are as large as those of eight, and read and multiply as much."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    counts = []
+    own, more = MANY[name]
+    counts, launch = [], own[3]
     for rows in (tuning.ROWS, tuning.MAX_ROWS):
-        values = {**LAUNCHES[name], "WIDE": wide(rows)}
-        warps = values["TILE_WARPS"] * values["K_WARPS"]
-        turned = {"maxnreg": tuning.MOST_REGISTERS // (32 * warps)} if values["TURNED"] else {}
-        kernel = compile_variant(Variant(projection_kernel, SIGNATURE, values, warps, turned), 90)
+        values, options = constants(*own, rows=rows, **more), {"maxnreg": tuning.registers(launch)}
+        kernel = compile_variant(Variant(projection_kernel, SIGNATURE, values, launch.warps, options), 90)
         found = resources(kernel, tmp_path)
-        assert_fits(name, found, warps, registers=tuning.MOST_REGISTERS, shared=tuning.MOST_BYTES)
+        assert_fits(name, found, launch.warps, registers=tuning.MOST_REGISTERS, shared=tuning.MOST_BYTES)
         code = ("cp.async.cg.shared.global", "ld.global", "mma.sync", "st.global", "griddepcontrol.wait")
         counts.append([found["SHARED"], *(kernel.asm["ptx"].count(part) for part in code)])
         assert ("%ctaid.y" in kernel.asm["ptx"]) == (rows > tuning.ROWS)
